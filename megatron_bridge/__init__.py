@@ -1,0 +1,1 @@
+"""Moves model weights between HF checkpoints, Megatron-core and vLLM."""
