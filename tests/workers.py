@@ -1,0 +1,103 @@
+"""Persistent gloo processes for distributed tests.
+
+A pool starts each process once and reuses it for every test and every world size, because importing torch and megatron-core
+costs more than most tests. Every call gets a default process group of its own; a failing rank's traceback reaches the test.
+"""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class RankFailure(AssertionError):
+    """A rank of a distributed test raised; the message is its traceback."""
+
+
+def _serve(pipe: Connection) -> None:
+    """A worker: run the calls that arrive until the pipe closes."""
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            pipe.send(_call(*pipe.recv()))
+
+
+def _call(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple) -> tuple[bool, Any]:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
+        )
+        return True, function(*args)
+    except Exception:
+        return False, traceback.format_exc()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class World:
+    """`world(n, function, *args)` runs a module-level function on n ranks and returns their results in rank order."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
+        while len(self._workers) < size:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(size):
+                self._workers[rank][1].send((rank, size, str(Path(folder) / "store"), function, args))
+            return self._collect(size, timeout)
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def _collect(self, size: int, timeout: float) -> list[Any]:
+        """Results by rank. After a failure the peers may wait in a collective for ever, so all workers are replaced."""
+        ranks = {self._workers[rank][1]: rank for rank in range(size)}
+        results: list[Any] = [None] * size
+        while ranks:
+            ready = wait(list(ranks), timeout)
+            if not ready:
+                self.close()
+                raise RankFailure(f"ranks {sorted(ranks.values())} of {size} gave no answer within {timeout:.0f} s")
+            for pipe in ready:
+                rank = ranks.pop(pipe)  # type: ignore[arg-type]
+                fine, results[rank] = self._receive(pipe, rank)  # type: ignore[arg-type]
+                if not fine:
+                    self.close()
+                    raise RankFailure(f"rank {rank} of {size}:\n{results[rank]}")
+        return results
+
+    @staticmethod
+    def _receive(pipe: Connection, rank: int) -> tuple[bool, Any]:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return False, f"the process of rank {rank} died"
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
