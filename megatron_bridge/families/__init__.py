@@ -1,0 +1,46 @@
+"""Model families by the ``model_type`` of their Hugging Face config, and the way from a folder to an Architecture."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_bridge.errors import UserError
+from megatron_bridge.families.architecture import Architecture, read_architecture
+from megatron_bridge.families.declare import Family
+from megatron_bridge.families.llama import LLAMA
+from megatron_bridge.families.qwen2 import QWEN2
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2)}
+
+__all__ = ["FAMILIES", "Architecture", "Family", "load_architecture", "read_json"]
+
+
+def load_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
+    """The architecture of a Hugging Face folder, or of a config given as a dict; UserError where it is unusable."""
+    if isinstance(source, Mapping):
+        where, config, generation = "config", dict(source), {}
+    else:
+        path = Path(source) / "config.json"
+        if not path.is_file():
+            raise UserError(source, "no config.json here: not a Hugging Face model folder")
+        where, config = str(path), read_json(path)
+        beside = path.with_name("generation_config.json")
+        generation = read_json(beside) if beside.exists() else {}
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise UserError(where, f"model_type {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}")
+    if faults := family.check(config):
+        raise UserError(where, "; ".join(faults))
+    return read_architecture(family.name, config, generation, family.qkv_bias, where)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; UserError names the file and the place where it is broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(path, f"broken JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(path, "not a JSON object")
+    return value

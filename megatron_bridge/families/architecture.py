@@ -1,0 +1,121 @@
+"""What a Hugging Face ``config.json`` says of a model, as a plain record.
+
+Only facts that shape weights or the forward pass are kept; the config itself is carried along so that an export can
+write it back. Turning the record into a Megatron config is left to whoever builds models; which config keys a family
+allows is left to the family's declaration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_bridge.errors import UserError
+
+DEFAULT_ROPE_THETA = 10000.0  # what transformers takes where the config names none
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and constants of one decoder-only model.
+
+    ``rope_scaling`` is None for plain rotary embeddings, else the config's dict with a ``rope_type`` key, without
+    ``rope_theta`` and without null values: what is absent keeps the default of the scaling's own definition.
+    ``eos_token_ids`` joins ``generation_config.json`` and ``config.json``, in this order.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(hash=False)
+    max_positions: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    hf_config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def size(self, axis: str) -> int:
+        """Length of an axis by the name that family declarations use (``hidden``, ``queries``, …)."""
+        if axis == "queries":
+            return self.heads // self.kv_heads
+        return 1 if axis == "one" else getattr(self, axis)
+
+
+def read_architecture(
+    family: str, config: Mapping[str, Any], generation: Mapping[str, Any], qkv_bias: bool, where: str
+) -> Architecture:
+    """The record of a ``config.json`` (and ``generation_config.json``, may be empty); UserError lists every fault."""
+    faults: list[str] = []
+    layers = _positive(config, "num_hidden_layers", faults)
+    hidden = _positive(config, "hidden_size", faults)
+    heads = _positive(config, "num_attention_heads", faults)
+    kv_heads = _positive(config, "num_key_value_heads", faults, default=heads)
+    ffn = _positive(config, "intermediate_size", faults)
+    vocab = _positive(config, "vocab_size", faults)
+    if heads % kv_heads:
+        faults.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is absent")
+    head_dim = _positive(config, "head_dim", faults, default=max(1, hidden // heads))
+    if head_dim % 2:
+        faults.append(f"head_dim {head_dim} is odd: rotary embeddings turn pairs")
+    theta, scaling = _read_rope(config, faults)
+    if faults:
+        raise UserError(where, "; ".join(faults))
+    return Architecture(
+        family, layers, hidden, heads, kv_heads, head_dim, ffn, vocab,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=int(config.get("max_position_embeddings", 2048)),
+        bos_token_id=config.get("bos_token_id"),
+        eos_token_ids=_eos_ids(generation, config),
+        hf_config=dict(config),
+    )  # fmt: skip
+
+
+def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    faults.append(f"{key} is {value!r}, not a positive integer")
+    return 1
+
+
+def _read_rope(config: Mapping[str, Any], faults: list[str]) -> tuple[float, dict[str, Any] | None]:
+    """Theta and scaling from either form: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters`` with both."""
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if old and new and _scaling(old) != _scaling(new):
+        faults.append("rope_scaling and rope_parameters differ")
+    given = [source["rope_theta"] for source in (new, config) if source.get("rope_theta") is not None]
+    if len(set(given)) > 1:
+        faults.append(f"rope_theta is {given[1]} but rope_parameters.rope_theta is {given[0]}")
+    if float(config.get("partial_rotary_factor", new.get("partial_rotary_factor", 1.0))) != 1.0:
+        faults.append("partial_rotary_factor other than 1 is not supported")
+    return float(given[0]) if given else DEFAULT_ROPE_THETA, _scaling(new or old)
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    rest = {k: v for k, v in rope.items() if v is not None and k not in ("rope_theta", "rope_type", "type")}
+    return {"rope_type": kind, **rest}
+
+
+def _eos_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids |= dict.fromkeys([value] if isinstance(value, int) else value or [])
+    return tuple(ids)
