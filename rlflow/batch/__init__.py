@@ -1,8 +1,23 @@
 """Samples, ragged batches, packing, balancing and transfer: everything between sampling and a forward pass."""
 
+from rlflow.batch.balance import assign, balance
 from rlflow.batch.batch import Batch
-from rlflow.batch.packing import MicroBatch
+from rlflow.batch.packing import MicroBatch, pack
+from rlflow.batch.planning import agreed_count, plan_micro_batches
 from rlflow.batch.ragged import Ragged
 from rlflow.batch.sample import Prompt, Sample
+from rlflow.batch.sizes import Sizes
 
-__all__ = ["Batch", "MicroBatch", "Prompt", "Ragged", "Sample"]
+__all__ = [
+    "Batch",
+    "MicroBatch",
+    "Prompt",
+    "Ragged",
+    "Sample",
+    "Sizes",
+    "agreed_count",
+    "assign",
+    "balance",
+    "pack",
+    "plan_micro_batches",
+]

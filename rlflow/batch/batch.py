@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlflow.batch.ragged import Ragged
 from rlflow.batch.sample import Sample
+from rlflow.batch.sizes import Sizes
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Batch:
     prompts: Ragged  # int64 token ids, P rows
     responses: Ragged  # int64 token ids, N rows
     prompt_of: Tensor  # int64 [N], row in prompts
-    samples: dict[str, Tensor]  # [N]: "group" int64, "index" int64, "rewards" float32 (nan: unscorable), "truncated" bool
+    samples: dict[str, Tensor]  # [N]: "group", "index" int64, "rewards" float32 (nan: unscorable), "truncated" bool
     tokens: dict[str, Tensor]  # [sum of response lengths]: "mask" bool, "rollout_log_probs" float32, ...
 
     def __len__(self) -> int:
@@ -113,6 +114,14 @@ class Batch:
             prompt_of=self.prompt_of.to(device),
             samples={name: values.to(device) for name, values in self.samples.items()},
             tokens={name: values.to(device) for name, values in self.tokens.items()},
+        )
+
+    def sizes(self) -> Sizes:
+        """Lengths and groups as plain numbers, for planning."""
+        return Sizes(
+            prompts=self.prompts.lengths[self.prompt_of].tolist(),
+            responses=self.responses.lengths.tolist(),
+            groups=self.samples["group"].tolist(),
         )
 
     def per_token(self, values: Tensor) -> Tensor:

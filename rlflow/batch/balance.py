@@ -1,0 +1,77 @@
+"""Share work out evenly: numbers into parts of like sum, and samples over data-parallel ranks.
+
+Everything is a pure function of lengths that all ranks know, and so comes out the same on each of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rlflow.batch.sizes import Sizes
+
+_Part = tuple[float, list[int]]  # sum of costs, members
+
+
+def balance(costs: Sequence[float], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """Split items 0 … n−1 into `parts` lists of nearly equal cost (Karmarkar & Karp 1982, largest differencing).
+
+    With `equal_counts` the numbers of items differ by at most one. Some lists are empty where n < parts.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot split into {parts} parts")
+    order = sorted(range(len(costs)), key=lambda item: (-costs[item], item))
+    width = parts if equal_counts else 1
+    heap: list[tuple[float, int, list[_Part]]] = []
+    for number, first in enumerate(range(0, len(order), width)):
+        split: list[_Part] = [(costs[item], [item]) for item in order[first : first + width]]
+        split += [(0.0, [])] * (parts - len(split))
+        heap.append((split[-1][0] - split[0][0], number, split))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
+        split = _merge(left, right)
+        heapq.heappush(heap, (split[-1][0] - split[0][0], number, split))
+    split = heap[0][2] if heap else []
+    filled = sorted(sorted(members) for _, members in split if members)
+    return filled + [[] for _ in range(parts - len(filled))]
+
+
+def _merge(left: list[_Part], right: list[_Part]) -> list[_Part]:
+    """Join two splits, the largest part of one with the smallest of the other; largest first."""
+    joined = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
+    return sorted(joined, key=lambda part: (-part[0], part[1]))
+
+
+def assign(
+    sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool, equal_counts: bool = False
+) -> list[list[int]]:
+    """Samples of each data-parallel rank, balanced by the work of a model of this hidden size.
+
+    Where prompts are shared the samples of a prompt stay together; if that leaves the ranks uneven, groups are cut into
+    halves, quarters, … and the cut whose busiest rank has least to do is taken, its repeated prompts included.
+    """
+    if not share_prompts or equal_counts:
+        costs = [sizes.cost([sample], False, hidden) for sample in range(len(sizes))]
+        return balance(costs, ranks, equal_counts=equal_counts)
+    groups = sizes.by_group()
+    largest = max((len(group) for group in groups), default=1)
+    best: list[list[int]] = []
+    least = float("inf")
+    pieces = 1
+    while pieces < 2 * largest:
+        units = [unit for group in groups for unit in _cut(group, pieces)]
+        parts = balance([sizes.cost(unit, True, hidden) for unit in units], ranks)
+        plan = [sorted(sample for unit in part for sample in units[unit]) for part in parts]
+        busiest = max(sizes.cost(members, True, hidden) for members in plan)
+        if busiest < least:
+            best, least = plan, busiest
+        pieces *= 2
+    return best
+
+
+def _cut(members: list[int], pieces: int) -> list[list[int]]:
+    """Nearly equal runs of members, at most `pieces` and none empty."""
+    bounds = [len(members) * number // pieces for number in range(pieces + 1)]
+    return [members[a:b] for a, b in pairwise(bounds) if a < b]
