@@ -1,0 +1,19 @@
+"""Process groups of a role, the device, the CPU shim, seeds, failure reports and shutdown.
+
+Everything that megatron-core or torch.distributed keep as global state is fenced in here; models and roles build on it.
+"""
+
+import warnings
+
+from rlflow.parallel import cpu_shim
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # megatron-core names every optional package that it does not find
+    # Before anything imports megatron-core, which binds torch.compile on import.
+    cpu_shim.install()
+    from rlflow.parallel.context import active
+    from rlflow.parallel.grid import Grid
+from rlflow.parallel.process import device, initialize, limit_threads, reporting, shutdown
+from rlflow.parallel.seeds import derive_seed
+
+__all__ = ["Grid", "active", "derive_seed", "device", "initialize", "limit_threads", "reporting", "shutdown"]

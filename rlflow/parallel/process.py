@@ -1,0 +1,111 @@
+"""The life of one process in a job: device, default process group, failure report and shutdown.
+
+The device is chosen once, on first use. Groups of a role are made by `grid`; nothing here knows about models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from rlflow.errors import UserError
+from rlflow.parallel import cpu_shim
+from rlflow.parallel.seeds import seed_process
+
+FAILURE_KEY = "rlflow/failures"
+
+
+@functools.cache
+def device() -> torch.device:
+    """The device of this process, chosen once: the GPU of its local rank, or the CPU where CUDA is absent."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def initialize(timeout_seconds: float, seed: int) -> torch.device:
+    """Make the process ready for megatron-core: shim, threads, device, default group, generators.
+
+    An existing default group is kept. The timeout is that of every collective of the default group and, by way of
+    `Grid`, of every other group. A process that torchrun did not start becomes a world of one.
+    """
+    cpu_shim.install()
+    limit_threads()
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    if not dist.is_initialized():
+        _init_default_group(timeout)
+    seed_process(seed, dist.get_rank())
+    return device()
+
+
+def limit_threads() -> None:
+    """On a CPU, share the cores among the processes of this machine, unless OMP_NUM_THREADS says otherwise."""
+    if device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def _init_default_group(timeout: datetime.timedelta) -> None:
+    backend = "nccl" if device().type == "cuda" else "gloo"
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    if device().type == "cuda":
+        dist.init_process_group(backend, timeout=timeout, device_id=device())
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+@contextlib.contextmanager
+def reporting(phase: Callable[[], str]) -> Iterator[None]:
+    """Print the job's first failure once, with its rank and phase, and leave the process at once with a non-zero code.
+
+    Peers wait in collectives that will never finish; torchrun kills them when it sees this process gone. The exit code
+    is 2 for a mistake of the user's, which is printed without a traceback, and 1 for everything else.
+    """
+    try:
+        yield
+    except BaseException as error:  # the process ends here, whatever it was
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise
+        if _first_to_fail():
+            print(_describe(error, phase()), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(2 if isinstance(error, UserError) else 1)
+
+
+def _first_to_fail() -> bool:
+    """Whether no other rank has reported a failure yet; without a reachable store every rank reports."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add(FAILURE_KEY, 1) == 1
+    except (RuntimeError, dist.DistError):
+        return False  # rank 0, which holds the store, has failed and reported before
+
+
+def _describe(error: BaseException, phase: str) -> str:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if isinstance(error, UserError):
+        return f"error: {error}"
+    trace = "".join(traceback.format_exception(error))
+    return f"{trace}rank {rank} failed in phase '{phase}': {type(error).__name__}: {error}"
+
+
+def shutdown() -> None:
+    """Destroy all process groups; every rank calls it at the end of a run that went well."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
