@@ -7,9 +7,11 @@ from rlflow.batch.planning import agreed_count, plan_micro_batches
 from rlflow.batch.ragged import Ragged
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.batch.sizes import Sizes
+from rlflow.batch.transfer import Catalogue, catalogue, exchange, gather_samples
 
 __all__ = [
     "Batch",
+    "Catalogue",
     "MicroBatch",
     "Prompt",
     "Ragged",
@@ -18,6 +20,9 @@ __all__ = [
     "agreed_count",
     "assign",
     "balance",
+    "catalogue",
+    "exchange",
+    "gather_samples",
     "pack",
     "plan_micro_batches",
 ]

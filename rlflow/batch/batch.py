@@ -88,7 +88,8 @@ class Batch:
     def concat(parts: Sequence[Batch]) -> Batch:
         """One batch of all parts' samples in order; a group's prompt that several parts hold is kept once."""
         first_row: dict[int, int] = {}
-        kept, prompt_of = [], []
+        kept: list[int] = []
+        prompt_of: list[int] = []
         offset = 0
         for part in parts:
             for group, row in zip(part.samples["group"].tolist(), part.prompt_of.tolist(), strict=True):

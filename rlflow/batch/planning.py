@@ -26,8 +26,7 @@ def plan_micro_batches(
     wanted = len(bins) if count is None else count
     if bins:
         even = balance(costs, wanted)
-        limit = max(budget_tokens, *costs)
-        if all(sum(costs[unit] for unit in members) <= limit for members in even):
+        if all(len(members) <= 1 or sum(costs[unit] for unit in members) <= budget_tokens for members in even):
             bins = even
     bins = bins + [[] for _ in range(wanted - len(bins))]
     return [sorted(sample for unit in members for sample in units[unit]) for members in bins]
