@@ -11,7 +11,7 @@ from math import prod
 
 from megatron_bridge.boxes import Param, stack, whole
 from megatron_bridge.families import Architecture
-from megatron_bridge.layouts.layout import EMBEDDING, HEAD, NORM, Layout, Unit, layer_prefix, tensors_of
+from megatron_bridge.layouts.layout import EMBEDDING, HEAD, Layout, Unit, canonical_units, tensors_of
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,10 @@ class HFLayout(Layout):
     @cached_property
     def all_units(self) -> tuple[Unit, ...]:
         """The units of a checkpoint in the order of the forward pass."""
-        units = [Unit("vocab", EMBEDDING, EMBEDDING)]
-        units += [Unit("layer", layer_prefix(i), layer_prefix(i)) for i in range(self.arch.layers)]
-        units.append(Unit("norm", NORM, NORM))
-        if not self.arch.tied:
-            units.append(Unit("vocab", HEAD, HEAD))
-        elif self.tied_head:
-            units.append(Unit("vocab", EMBEDDING, HEAD))
-        return tuple(units)
+        units = canonical_units(self.arch)
+        if self.tied_head and self.arch.tied:
+            units += (Unit("vocab", EMBEDDING, HEAD),)
+        return units
 
     def shard(self, rank: int) -> Hashable:
         return 0

@@ -7,6 +7,7 @@ tensor-parallel shard; how ranks map to shards and units is left to the concrete
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -29,6 +30,17 @@ class Unit(NamedTuple):
     kind: str
     canonical: str
     prefix: str
+
+
+@lru_cache(maxsize=64)
+def canonical_units(arch: Architecture) -> tuple[Unit, ...]:
+    """The units of a model in the order of the forward pass, under their canonical names."""
+    units = [Unit("vocab", EMBEDDING, EMBEDDING)]
+    units += [Unit("layer", layer_prefix(i), layer_prefix(i)) for i in range(arch.layers)]
+    units.append(Unit("norm", NORM, NORM))
+    if not arch.tied:
+        units.append(Unit("vocab", HEAD, HEAD))
+    return tuple(units)
 
 
 class Layout(ABC):

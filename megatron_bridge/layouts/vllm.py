@@ -6,17 +6,14 @@ Names and shapes are those of ``model.named_parameters()`` in a vLLM worker. Bin
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from megatron_bridge.boxes import Param
 from megatron_bridge.families import FAMILIES, Architecture
 from megatron_bridge.layouts.layout import (
-    EMBEDDING,
-    HEAD,
-    NORM,
     Layout,
     Unit,
-    layer_prefix,
+    canonical_units,
     raise_faults,
     round_up,
     sharded_params,
@@ -57,20 +54,10 @@ class VLLMLayout(Layout):
         return self._index[rank] % self.tp
 
     def units(self, rank: int) -> tuple[Unit, ...]:
-        return _all_units(self.arch) if rank in self._index else ()
+        return canonical_units(self.arch) if rank in self._index else ()
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
         assert isinstance(shard, int)
         if kind == "vocab":
             return vocab_params(self.arch, self.padded_vocab, self.tp, shard)
         return sharded_params(self.arch, kind, FAMILIES[self.arch.family].vllm[kind], self.tp, shard)
-
-
-@lru_cache(maxsize=64)
-def _all_units(arch: Architecture) -> tuple[Unit, ...]:
-    units = [Unit("vocab", EMBEDDING, EMBEDDING)]
-    units += [Unit("layer", layer_prefix(i), layer_prefix(i)) for i in range(arch.layers)]
-    units.append(Unit("norm", NORM, NORM))
-    if not arch.tied:
-        units.append(Unit("vocab", HEAD, HEAD))
-    return tuple(units)

@@ -1,0 +1,38 @@
+"""The one place that knows how versions of megatron-core and vLLM differ, and where they keep what has no public name."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def keep_vllm_cpu_weights_plain() -> None:
+    """Before `LLM()` on a CPU: vLLM packs linear weights away for oneDNN otherwise, and leaves parameters of shape (0,)."""
+    import vllm._custom_ops as ops
+
+    ops._supports_onednn = False
+
+
+def vllm_runner(llm: Any) -> Any:
+    """The model runner of an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def vllm_model(llm: Any) -> torch.nn.Module:
+    """The live model of an engine that runs in this process."""
+    return vllm_runner(llm).model
+
+
+def vllm_load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write Hugging Face tensors through vLLM's own loader, derived tensors included, keeping the parameters' storage."""
+    vllm_runner(llm).reload_weights(weights_iterator=iter(tensors))
+
+
+def forget_vllm_groups() -> None:
+    """Destroy vLLM's process groups, but not the job's default group, which its own function would take along."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
