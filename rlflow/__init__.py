@@ -1,0 +1,3 @@
+"""Reinforcement learning of large language models: megatron-core trains, vLLM samples, the bridge moves weights."""
+
+__version__ = "0.1.0"

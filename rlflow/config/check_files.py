@@ -1,0 +1,93 @@
+"""Rules on what the configuration names outside itself: folders, data files, reward functions, packages."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlflow.config.faults import Fault, nearest
+from rlflow.config.schema import Config
+from rlflow.errors import UserError
+
+
+def file_faults(config: Config) -> Iterator[Fault]:
+    """Paths and settings that every command reads."""
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        yield Fault("model.tokenizer", tokenizer, "no such folder")
+    if config.data.system_prompt is not None and not config.data.chat_template:
+        rule = "only a chat template can hold it"
+        yield Fault("data.chat_template", "false", rule, "true", ("data.system_prompt",))
+
+
+def training_faults(config: Config) -> Iterator[Fault]:
+    """The training file, the folder of the run, the checkpoint to resume from and the tracker's package."""
+    trainer, rows_needed = config.trainer, config.trainer.prompts_per_step
+    if not config.data.train:
+        yield Fault("data.train", None, "must be given: the training file")
+    else:
+        yield from _data_faults(config, "data.train", config.data.train, rows_needed)
+    if not trainer.output_dir:
+        yield Fault("trainer.output_dir", None, "must be given: the folder of the run")
+    elif problem := _unwritable(Path(trainer.output_dir)):
+        yield Fault("trainer.output_dir", trainer.output_dir, problem)
+    if trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir():
+        close = nearest(trainer.resume, ("auto", "never"))
+        yield Fault("trainer.resume", trainer.resume, "must be auto, never or the folder of a checkpoint", close)
+    if config.tracking.wandb is not None and importlib.util.find_spec("wandb") is None:
+        yield Fault("tracking.wandb", config.tracking.wandb, "the package wandb is not installed", "null")
+
+
+def evaluation_faults(config: Config, *, required: bool) -> Iterator[Fault]:
+    """The held-out file, and how it is sampled."""
+    path, evaluation = config.data.evaluation, config.evaluation
+    if path is not None:
+        yield from _data_faults(config, "data.evaluation", path, rows_needed=1)
+    elif required or evaluation.every > 0:
+        rule = "must be given: the held-out file" + ("" if required else f", for evaluation.every = {evaluation.every}")
+        yield Fault("data.evaluation", None, rule, None, ("evaluation.every",))
+    if evaluation.n > 1 and evaluation.temperature == 0:
+        rule = "greedy decoding gives the same response each time; set evaluation.temperature above 0"
+        yield Fault("evaluation.n", evaluation.n, rule, "1", ("evaluation.temperature",))
+
+
+def reward_faults(config: Config) -> Iterator[Fault]:
+    """Reward functions that cannot be imported or called with their arguments, names used twice, no weight at all."""
+    from rlflow.rewards.resolve import resolve
+
+    if not any(reward.weight for reward in config.rewards):
+        yield Fault("rewards", None, "at least one reward with a weight other than 0 must be given")
+    names = [reward.function if reward.name is None else reward.name for reward in config.rewards]
+    for number, reward in enumerate(config.rewards):
+        try:
+            resolve(reward)
+        except UserError as error:
+            yield Fault(f"rewards.{number}.{error.where}", None, error.message)
+        first = names.index(names[number])
+        if first != number:
+            yield Fault(f"rewards.{number}.name", names[number], f"is the name of rewards.{first} too")
+
+
+def _data_faults(config: Config, key: str, path: str, rows_needed: int) -> Iterator[Fault]:
+    from rlflow.data.readers import describe
+
+    try:
+        file = describe(path)
+    except UserError as error:
+        yield Fault(key, path, error.message)
+        return
+    if file.rows is not None and file.rows < rows_needed:
+        rule = f"has {file.rows} rows, fewer than the {rows_needed} of a step"
+        yield Fault(key, path, rule, None, ("trainer.prompts_per_step",))
+    for selector in ("prompt_key", "answer_key"):
+        column = getattr(config.data, selector)
+        if column not in file.columns:
+            rule = f"no such column in {path}, which has {', '.join(file.columns) or 'no rows'}"
+            yield Fault(f"data.{selector}", column, rule, nearest(column, file.columns), (key,))
+
+
+def _unwritable(folder: Path) -> str | None:
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK) else f"{existing} cannot be written to"

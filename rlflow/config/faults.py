@@ -1,0 +1,37 @@
+"""What is wrong in a configuration, collected so that everything is reported at once."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One broken rule: the key and its value, what the rule demands, and the nearest key or value that would do."""
+
+    key: str
+    value: Any
+    rule: str
+    nearest: str | None = None
+    also: tuple[str, ...] = ()  # other keys that the rule reads
+
+    def __str__(self) -> str:
+        given = "" if self.value is None else f" = {self.value}"
+        return f"{self.key}{given}: {self.rule}" + (f"; nearest: {self.nearest}" if self.nearest else "")
+
+
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The choice that is spelled most like `word`, None where nothing is similar."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[found[0]] if found else None
+
+
+def refuse(source: str, faults: Sequence[Fault]) -> None:
+    """Raise one UserError that lists all `faults` found in `source`; return where there are none."""
+    if faults:
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise UserError(source, "\n  ".join([count, *map(str, faults)]))

@@ -1,0 +1,62 @@
+"""The names of all keys, and the one that was probably meant by a name that does not exist."""
+
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from rlflow.config.faults import Fault, nearest
+from rlflow.config.schema import Config
+
+
+@cache
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in the schema's order; `rewards` gives the class of its entries."""
+    hints = get_type_hints(Config)
+    return {name: hint if is_dataclass(hint) else get_args(hint)[0] for name, hint in hints.items()}  # type: ignore[misc]
+
+
+@cache
+def _names(section: str) -> dict[str, str]:
+    """Every name by which a key of `section` may be asked for, those of other tools included -> the key's name."""
+    items = fields(sections()[section])
+    aliases = {alias: item.name for item in items for alias in item.metadata.get("known_as", ())}
+    return {**aliases, **{item.name: item.name for item in items}}
+
+
+def unknown_keys(path: str, value: Any) -> list[Fault]:
+    """A fault for a key that no section declares, with the key that was probably meant; a section has one a key."""
+    section, _, rest = path.partition(".")
+    if rest == "" and isinstance(value, dict) and value:
+        return [fault for name, item in value.items() for fault in unknown_keys(f"{path}.{name}", item)]
+    shown = None if isinstance(value, dict | list) else value
+    if section not in sections():
+        return [Fault(path, shown, f"unknown section; sections are {', '.join(sections())}", _meant(section, rest))]
+    *prefix, name = path.split(".")
+    here, name = _names(section), _clean(name)
+    found = here.get(name) or (None if _same_elsewhere(name) else here.get(nearest(name, here) or ""))
+    suggestion = ".".join([*prefix, found]) if found else _same_elsewhere(name) or _similar_elsewhere(name)
+    keys = ", ".join(item.name for item in fields(sections()[section]))
+    return [Fault(path, shown, "unknown key" if suggestion else f"unknown key; {section} has {keys}", suggestion)]
+
+
+def _meant(section: str, rest: str) -> str | None:
+    """The section, or its key `rest`, that an unknown section probably stands for."""
+    name = _clean(rest.rpartition(".")[2] or section)
+    meant = nearest(_clean(section), sections())
+    if meant is None or not rest:
+        return meant or _same_elsewhere(name) or _similar_elsewhere(name)
+    found = _names(meant).get(name) or _names(meant).get(nearest(name, _names(meant)) or "")
+    return f"{meant}.{found}" if found else _same_elsewhere(name) or meant
+
+
+def _clean(name: str) -> str:
+    return name.strip("+-~").replace("-", "_").lower()
+
+
+def _same_elsewhere(name: str) -> str | None:
+    return " or ".join(f"{part}.{_names(part)[name]}" for part in sections() if name in _names(part)) or None
+
+
+def _similar_elsewhere(name: str) -> str | None:
+    everything = {name: f"{section}.{meant}" for section in sections() for name, meant in _names(section).items()}
+    return everything.get(nearest(name, everything, cutoff=0.75) or "")

@@ -1,0 +1,226 @@
+"""Every configuration key: its type, default, range and meaning, in one frozen dataclass a section.
+
+The order and the words here are those of docs/configuration.md, which is generated from this file. Reading a file into
+these classes is left to `load`, rules between keys to `check`.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+Ranks = Literal["all"] | tuple[int, ...]
+DType = Literal["float32", "bfloat16"]
+
+
+def key(
+    doc: str,
+    default: Any = MISSING,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    known_as: tuple[str, ...] = (),
+) -> Any:
+    """A field with its documentation and range; `known_as` lists names other tools give it, to suggest this one."""
+    limits = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    metadata = {"doc": doc, "known_as": known_as, "limits": {k: v for k, v in limits.items() if v is not None}}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The pretrained model that is trained and sampled from."""
+
+    path: str = key("Hugging Face folder: config.json, safetensors, tokenizer.", known_as=("model_name_or_path",))
+    tokenizer: str | None = key("Folder of the tokenizer; null: `model.path`.", None)
+    dtype: DType = key("Number format of weights and activations; the optimizer's state is float32.", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Actor:
+    """The grid of the trained model and how it computes; data parallelism takes the ranks that are left."""
+
+    ranks: Ranks = key("Ranks that train: `all` or a list such as [0, 1].", "all")
+    tensor_parallel_size: int = key("Ranks that share each layer.", 1, minimum=1, known_as=("tp", "tp_size"))
+    pipeline_parallel_size: int = key("Ranks that share the stack of layers.", 1, minimum=1, known_as=("pp", "pp_size"))
+    sequence_parallel: bool = key("Shard norms and residuals over the tensor-parallel ranks along tokens.", False)
+    order: str = key("Order of the grid's dimensions, the fastest varying first.", "tp-cp-ep-dp-pp")
+    micro_batch_tokens: int = key(
+        "Tokens of one forward and backward pass; a longer sample gets a pass of its own.", 4096, minimum=1,
+        known_as=("micro_batch_size", "max_token_len_per_gpu"),
+    )  # fmt: skip
+    share_prompts: bool = key("Compute a prompt once for its responses where the core attention allows it.", True)
+    recompute: Literal["none", "selective", "full"] = key("Activations computed again in the backward pass.", "none")
+    overlap: bool = key("Overlap the data-parallel collectives with computation.", True)
+    logprob_chunk_tokens: int = key("Tokens whose logits exist at once.", 1024, minimum=1)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with its learning-rate schedule."""
+
+    lr: float = key("Peak learning rate.", 1e-6, minimum=0, known_as=("learning_rate",))
+    min_lr: float = key("Learning rate at the end of a linear or cosine schedule.", 0.0, minimum=0)
+    schedule: Literal["constant", "linear", "cosine"] = key("Shape of the decay after warm-up.", "constant")
+    warmup_steps: int = key("Steps of linear warm-up from 0.", 0, minimum=0, known_as=("lr_warmup_steps",))
+    beta1: float = key("Decay of the first moment.", 0.9, minimum=0, below=1)
+    beta2: float = key("Decay of the second moment.", 0.999, minimum=0, below=1)
+    eps: float = key("Added to the root of the second moment.", 1e-8, above=0)
+    weight_decay: float = key("Decoupled weight decay.", 0.01, minimum=0)
+    clip_grad: float = key(
+        "Largest global norm of the gradient; 0: no clipping.", 1.0, minimum=0, known_as=("max_grad_norm", "grad_clip")
+    )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is optimised; docs/adding_an_algorithm.md has the formulas."""
+
+    advantage: Literal["grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"] = key(
+        "Advantage estimator.", "grpo", known_as=("adv_estimator",)
+    )
+    normalize_std: bool = key("Divide GRPO's advantages by the group's standard deviation; false: Dr. GRPO.", True)
+    policy_loss: Literal["ppo", "gspo", "cispo", "reinforce", "gmpo"] = key(
+        "Policy loss.", "ppo", known_as=("loss_type",)
+    )
+    clip_low: float = key("Ratios below 1 − clip_low are clipped.", 0.2, above=0, below=1, known_as=("clip_ratio_low",))
+    clip_high: float = key("Ratios above 1 + clip_high are clipped.", 0.2, above=0, known_as=("clip_ratio_high",))
+    dual_clip: float | None = key(
+        "Bound of the loss at negative advantages, in multiples of the advantage; null: none.", None, above=1
+    )
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = key(
+        "How token losses become one number; the denominator is global.", "token-mean", known_as=("loss_agg_mode",)
+    )
+    aggregation_length: int | None = key("Divisor of seq-mean-token-sum-norm, which needs it.", None, minimum=1)
+    kl_coef: float = key("Weight of the KL divergence to the initial model; 0: no reference.", 0.0, minimum=0,
+                         known_as=("beta",))  # fmt: skip
+    kl_in: Literal["loss", "reward"] = key("Where the KL divergence is added.", "loss")
+    kl_estimator: Literal["k1", "k2", "k3", "k1-straight-through"] = key("Estimator of the KL divergence.", "k3")
+    entropy_coef: float = key("Weight of the entropy bonus.", 0.0, minimum=0)
+    epochs: int = key("Passes over each step's samples.", 1, minimum=1, known_as=("ppo_epochs",))
+    mini_batches: int = key(
+        "Optimizer steps of each pass.", 1, minimum=1, known_as=("mini_batch_size", "num_mini_batches")
+    )
+    importance_correction: Literal["tis"] | None = key(
+        "Weights for the gap between trainer and rollout log-probs: truncated importance sampling; null: none.", None
+    )
+    importance_cap: float = key("Largest weight of truncated importance sampling.", 2.0, above=0)
+    skip_zero_advantage: bool = key(
+        "Leave out the computation of samples whose gradient is exactly zero; denominators stay.", True
+    )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The vLLM replicas and how they sample."""
+
+    ranks: Ranks = key("Ranks that sample: `all` or a list such as [0, 1].", "all")
+    tensor_parallel_size: int = key("Ranks of one vLLM replica.", 1, minimum=1, known_as=("tp", "tp_size"))
+    n: int = key("Responses to each prompt.", 8, minimum=1, known_as=("num_generations", "group_size"))
+    temperature: float = key("Sampling temperature.", 1.0, above=0)
+    top_p: float = key("Nucleus sampling; 1: off.", 1.0, above=0, maximum=1)
+    top_k: int = key("Sample among the k likeliest tokens; -1: all.", -1, minimum=-1)
+    max_prompt_length: int = key("Most tokens of a prompt.", 512, minimum=1)
+    max_response_length: int = key("Most tokens of a response.", 512, minimum=1, known_as=("max_new_tokens",))
+    stop_token_ids: tuple[int, ...] = key("Token ids that end a response, besides the model's own.", ())
+    dtype: DType | None = key("Number format of the rollout; null: `model.dtype`.", None)
+    deterministic: bool = key("Seed each sample by itself, so that samples do not depend on the layout; slower.", False)
+    cuda_graphs: bool = key("Decode with CUDA graphs; without CUDA there are none.", True)
+    sleep_level: int = key("What vLLM frees during training: 0 nothing, 1 weights to the host, 2 weights.", 2,
+                           minimum=0, maximum=2)  # fmt: skip
+    kv_cache_gib: float = key("Size of the KV cache of each rank, GiB.", 4.0, above=0)
+    max_num_seqs: int = key("Most sequences decoded at once by a replica.", 256, minimum=1)
+
+
+@dataclass(frozen=True)
+class Bridge:
+    """The weight transfer between trainer and rollout."""
+
+    bucket_mib: int = key("Most MiB a rank receives in one round of the transfer.", 256, minimum=1)
+    startup_proof: bool = key("Compare the bridge with vLLM's own loader at start.", True)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts: parquet or JSON-lines files at any fsspec URL."""
+
+    train: str = key("Training file; needed to train.", "", known_as=("train_files", "path", "dataset"))
+    evaluation: str | None = key("Held-out file.", None, known_as=("val_files", "eval", "test", "validation"))
+    prompt_key: str = key("Column of the prompt: a string, a list of messages, or the JSON text of one.", "prompt")
+    answer_key: str = key("Column of the answer that rewards compare with.", "answer")
+    system_prompt: str | None = key("System message put before prompts that have none.", None)
+    chat_template: bool = key("Apply the tokenizer's chat template; false: the prompt string as it is.", True)
+    overlong: Literal["error", "filter", "left", "right"] = key(
+        "Prompts over `rollout.max_prompt_length`: stop, drop them, keep their last (left) or first (right) tokens.",
+        "error",
+    )
+    shuffle: bool = key("Shuffle each epoch.", True)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One source of reward; the list `rewards` mixes them by weight."""
+
+    function: str = key("`module:function`, for example rlflow.rewards:exact_match.")
+    weight: float = key("Factor of its score in the total; 0: a metric only.", 1.0)
+    name: str | None = key("Name in metrics; null: the function's.", None)
+    args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "Keyword arguments of the function."})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores on the held-out file."""
+
+    every: int = key("Steps between evaluations; 0: off.", 0, minimum=0)
+    n: int = key("Responses to each prompt.", 1, minimum=1)
+    temperature: float = key("Sampling temperature; 0: greedy.", 0.0, minimum=0)
+    max_prompts: int | None = key("Use only the first prompts; null: all.", None, minimum=1)
+    at_start: bool = key("Evaluate before the first step.", True)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Length, batch, seeds and files of a run."""
+
+    steps: int | None = key("Steps to train; null: `trainer.epochs` passes over the data.", None, minimum=1,
+                            known_as=("max_steps", "total_training_steps"))  # fmt: skip
+    epochs: int = key("Passes over the data where `trainer.steps` is null.", 1, minimum=1, known_as=("total_epochs",))
+    prompts_per_step: int = key(
+        "Prompts of each step; samples are `rollout.n` times as many.", 64, minimum=1,
+        known_as=("batch_size", "train_batch_size"),
+    )  # fmt: skip
+    seed: int = key("Seed of everything random.", 0, minimum=0)
+    deterministic: bool = key("Use deterministic kernels; slower.", False)
+    save_every: int = key("Steps between checkpoints; 0: none.", 0, minimum=0, known_as=("save_freq", "save_steps"))
+    resume: str = key("`auto`: the newest complete checkpoint of the run, `never`, or a checkpoint's folder.", "auto")
+    keep: int = key("Newest checkpoints to keep; 0: all.", 2, minimum=0, known_as=("save_total_limit", "max_keep"))
+    output_dir: str = key("Folder of the run; needed to train.", "", known_as=("default_local_dir",))
+    timeout_seconds: float = key("Longest wait in any collective, vLLM's too.", 600, above=0, known_as=("timeout",))
+    export: bool = key("Write the trained model as a Hugging Face folder at the end.", True)
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """What is shown and recorded; metrics.jsonl and sample files are always written."""
+
+    console: bool = key("A line for each step.", True)
+    tensorboard: bool = key("TensorBoard files.", True)
+    wandb: str | None = key("Weights & Biases project; null: none.", None, known_as=("project", "project_name"))
+    samples_per_step: int = key("Samples shown as text in TensorBoard at each step.", 4, minimum=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: Model
+    actor: Actor = field(default_factory=Actor)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    rollout: Rollout = field(default_factory=Rollout)
+    bridge: Bridge = field(default_factory=Bridge)
+    data: Data = field(default_factory=Data)
+    rewards: tuple[Reward, ...] = ()
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    trainer: Trainer = field(default_factory=Trainer)
+    tracking: Tracking = field(default_factory=Tracking)

@@ -1,0 +1,5 @@
+"""Scores for responses: built-in functions, the way from a name to a callable, and the scorer that mixes them."""
+
+from rlflow.rewards.exact import exact_match, integer_answer
+
+__all__ = ["exact_match", "integer_answer"]

@@ -1,0 +1,22 @@
+"""Rewards for answers that are one string or one whole number."""
+
+import re
+from typing import Any
+
+INTEGER = re.compile(r"(?<![\w.,])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?![\w,]*\d|\.\d)")
+
+
+def exact_match(response: str, answer: Any, *, row: dict[str, Any], ignore_case: bool = False) -> float:
+    """1 where the response is the answer, blanks at both ends aside, else 0."""
+    given, wanted = response.strip(), str(answer).strip()
+    return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
+
+
+def integer_answer(response: str, answer: Any, *, row: dict[str, Any]) -> dict[str, float]:
+    """Score 1 where the last whole number of the response is the answer; format 1 where there is one at all.
+
+    Thousands may be grouped by commas; a number with a decimal point, or part of a word, is none.
+    """
+    found = INTEGER.findall(response)
+    given = int(found[-1].replace(",", "").replace("−", "-")) if found else None
+    return {"score": float(given == int(answer)), "format": float(given is not None)}
