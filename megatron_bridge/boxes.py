@@ -1,7 +1,7 @@
 """Box algebra: intervals of N-d views, and where their elements lie in a parameter's storage.
 
 A box is a tuple of half-open intervals, one a dimension. Everything here is plain integers: which rank holds a box and
-which one needs it is decided in ``plan``, and nothing here knows a model, a framework or a process.
+which one needs it is decided in `plan`, and nothing here knows a model, a framework or a process.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ def meet(a: Box, b: Box) -> Box | None:
 
 
 def minus(a: Box, b: Box) -> list[Box]:
-    """What is left of ``a`` without ``b``, as disjoint boxes."""
+    """What is left of `a` without `b`, as disjoint boxes."""
     hole = meet(a, b)
     if hole is None:
         return [a]
@@ -52,7 +52,7 @@ def minus(a: Box, b: Box) -> list[Box]:
 
 
 def cut(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
-    """The row-major interval [lo, hi) of ``shape`` as boxes in order: a bucket may end anywhere in a tensor."""
+    """The row-major interval [lo, hi) of `shape` as boxes in order: a bucket may end anywhere in a tensor."""
     if lo >= hi:
         return []
     if len(shape) <= 1:
@@ -71,7 +71,7 @@ def cut(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
 
 
 class Piece(NamedTuple):
-    """A canonical box inside a parameter: element ``i`` of the box lies at ``offset + sum(i * strides)``."""
+    """A canonical box inside a parameter: element `i` of the box lies at `offset + sum(i * strides)`."""
 
     name: str
     box: Box

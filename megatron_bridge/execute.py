@@ -1,8 +1,8 @@
 """Carries a plan out: local copies from parameter to parameter, everything else through capped buckets.
 
-Each round packs one bucket, exchanges it with one ``all_to_all_single`` and unpacks it straight into the destination's
-storage, the next bucket being packed meanwhile. No full tensor is ever staged. What to copy is left to ``plan``, in
-which order to ``streams``.
+Each round packs one bucket, exchanges it with one `all_to_all_single` and unpacks it straight into the destination's
+storage, the next bucket being packed meanwhile. No full tensor is ever staged. What to copy is left to `plan`, in
+which order to `streams`.
 """
 
 import time
@@ -33,13 +33,13 @@ class Traffic:
 
 
 class Transfer:
-    """A plan bound to this rank's tensors; ``run`` may be called any number of times, by all ranks together.
+    """A plan bound to this rank's tensors; `run` may be called any number of times, by all ranks together.
 
-    ``source`` and ``target`` map the layouts' parameter names to tensors, empty where the rank holds none. Tensors are
-    looked at anew in each run, so a parameter whose storage was replaced needs no rebinding. ``dtype`` is what is sent;
+    `source` and `target` map the layouts' parameter names to tensors, empty where the rank holds none. Tensors are
+    looked at anew in each run, so a parameter whose storage was replaced needs no rebinding. `dtype` is what is sent;
     senders cast to it. It must hold every target dtype without loss, so that local and received values agree.
-    ``bucket_bytes`` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live on
-    ``device``, by default with the source, else with the target.
+    `bucket_bytes` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live on
+    `device`, by default with the source, else with the target.
     """
 
     def __init__(
@@ -162,13 +162,11 @@ def connect(
 ) -> Transfer:
     """A transfer between two layouts' tensors, planned and bound: build it once, run it whenever weights changed."""
     plan = make_plan(source_layout, target_layout, itemsize=dtype.itemsize, ranks_per_node=ranks_per_node)
-    return Transfer(
-        plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes, device=device
-    )
+    return Transfer(plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes, device=device)
 
 
 def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that a layout names on a rank; UserError lists those that are missing, misshapen or not contiguous."""
+    """The tensors that a layout names on a rank; UserError lists all that are missing, misshapen, strided or unknown."""
     wanted, faults = layout.parameters(rank), []
     for name, param in wanted.items():
         tensor = tensors.get(name)

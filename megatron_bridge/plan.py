@@ -2,7 +2,7 @@
 
 For every box that a rank needs the plan names the cheapest place that holds it: the rank itself, then its own node,
 then the least loaded replica. Units (layers) whose holders are the same share every decision. Nothing here communicates
-or touches a tensor; carrying a plan out is left to ``execute``.
+or touches a tensor; carrying a plan out is left to `execute`.
 """
 
 from collections import Counter, defaultdict
@@ -58,7 +58,7 @@ Wanted = dict[int, list[tuple[str, str]]]  # group -> (canonical prefix, prefix 
 
 @lru_cache(maxsize=16)
 def make_plan(source: Layout, target: Layout, *, itemsize: int = 2, ranks_per_node: int = 8) -> "Plan":
-    """The plan between two layouts of one model; ``itemsize`` is that of the dtype sent, in bytes.
+    """The plan between two layouts of one model; `itemsize` is that of the dtype sent, in bytes.
 
     Raises UserError if a target element has no source, or would be written twice, or a source tensor has no target.
     """
@@ -66,7 +66,7 @@ def make_plan(source: Layout, target: Layout, *, itemsize: int = 2, ranks_per_no
 
 
 class Plan:
-    """All copies that fill the target layout. ``traffic[s, t]`` counts elements from rank s to rank t, s = t included."""
+    """All copies that fill the target layout. `traffic[s, t]` counts elements from rank s to rank t, s = t too."""
 
     def __init__(self, source: Layout, target: Layout, itemsize: int, ranks_per_node: int) -> None:
         self.source, self.target = source, target
@@ -110,7 +110,10 @@ class Plan:
             missing = _names(self.source, kind) - _names(self.target, kind)
             if missing:
                 raise UserError(min(missing), f"the target has no place for this tensor of every {kind}")
-        for kind, shard in sorted({(u.kind, self.target.shard(r)) for r in self.target.ranks for u in self.target.units(r)}, key=repr):
+        shards = {
+            (unit.kind, self.target.shard(rank)) for rank in self.target.ranks for unit in self.target.units(rank)
+        }
+        for kind, shard in sorted(shards, key=repr):
             for param in self.target.params(kind, shard):
                 if not tiles(param):
                     raise UserError(param.name, f"shard {shard} does not cover each of its elements exactly once")
@@ -154,7 +157,7 @@ class Plan:
 
     # ------------------------------------------------------------ copies
     def into(self, rank: int, source: int | None = None) -> Iterator[Copy]:
-        """The copies that fill a rank (only those from ``source``, if given), in the order that both sides know."""
+        """The copies that fill a rank (only those from `source`, if given), in the order that both sides know."""
         for group, units in self._wanted(rank).items():
             for shards, (_, parts) in self._parts(rank, group).items():
                 chosen = self._source_of[rank, group, shards]
@@ -198,7 +201,7 @@ class Plan:
         return sum(n for (s, t), n in self.traffic.items() if s == rank != t) * self.itemsize
 
     def rounds(self, cap: int) -> int:
-        """Exchanges needed, the same on every rank, so that none sends or receives more than ``cap`` bytes in one.
+        """Exchanges needed, the same on every rank, so that none sends or receives more than `cap` bytes in one.
 
         Each stream between two ranks is cut into equal parts, up to one element; the cap counts that element too.
         """
@@ -215,7 +218,7 @@ class Plan:
 def meet_layouts(
     source: Layout, target: Layout, kind: str, want: Hashable, shards: Shards, have: Hashable | None
 ) -> Parts:
-    """The boxes of target shard ``want`` by the source shards that hold them, those of ``have`` (one's own) first."""
+    """The boxes of target shard `want` by the source shards that hold them, those of `have` (one's own) first."""
     held: dict[str, dict[tuple[str, Piece], list[Hashable]]] = defaultdict(lambda: defaultdict(list))
     for shard in shards:
         for param in source.params(kind, shard):

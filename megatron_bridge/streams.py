@@ -1,11 +1,12 @@
 """In which order elements travel between two ranks, and how their stream is cut into rounds.
 
 Sender and receiver both derive the stream from the plan's copies, so the messages need no header. This module is
-integers only; packing and exchanging tensors is left to ``execute``.
+integers only; packing and exchanging tensors is left to `execute`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ class Region(NamedTuple):
 
 @dataclass
 class Message:
-    """What one rank sends another in one round: ``elements`` of them, seen as regions at one of the two ends."""
+    """What one rank sends another in one round: `elements` of them, seen as regions at one of the two ends."""
 
     elements: int = 0
     regions: list[Region] = field(default_factory=list)
@@ -60,14 +61,14 @@ def _runs_on(a: Copy, b: Copy) -> bool:
 
 
 def messages(copies: Iterable[Copy], rounds: int, end: Literal["source", "target"]) -> list[Message]:
-    """The stream of ``copies`` cut into ``rounds`` messages of equal size, up to one element, as one end sees them.
+    """The stream of `copies` cut into `rounds` messages of equal size, up to one element, as one end sees them.
 
     Message k holds elements [k·n // rounds, (k + 1)·n // rounds) of the n that the copies have in all.
     """
     listed = list(copies)
     total = sum(prod(copy.shape) for copy in listed)
     bounds = [k * total // rounds for k in range(rounds + 1)]
-    out = [Message(hi - lo) for lo, hi in zip(bounds, bounds[1:], strict=False)]
+    out = [Message(hi - lo) for lo, hi in pairwise(bounds)]
     begin = k = 0
     for copy in listed:
         size, lo = prod(copy.shape), 0

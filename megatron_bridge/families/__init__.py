@@ -1,4 +1,4 @@
-"""Model families by the ``model_type`` of their Hugging Face config, and the way from a folder to an Architecture."""
+"""Model families by the `model_type` of their Hugging Face config, and the way from a folder to an Architecture."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says of a model, as a plain record.
+"""What a Hugging Face `config.json` says of a model, as a plain record.
 
 Only facts that shape weights or the forward pass are kept; the config itself is carried along so that an export can
 write it back. Turning the record into a Megatron config is left to whoever builds models; which config keys a family
@@ -18,9 +18,9 @@ DEFAULT_ROPE_THETA = 10000.0  # what transformers takes where the config names n
 class Architecture:
     """Sizes and constants of one decoder-only model.
 
-    ``rope_scaling`` is None for plain rotary embeddings, else the config's dict with a ``rope_type`` key, without
-    ``rope_theta`` and without null values: what is absent keeps the default of the scaling's own definition.
-    ``eos_token_ids`` joins ``generation_config.json`` and ``config.json``, in this order.
+    `rope_scaling` is None for plain rotary embeddings, else the config's dict with a `rope_type` key, without
+    `rope_theta` and without null values: what is absent keeps the default of the scaling's own definition.
+    `eos_token_ids` joins `generation_config.json` and `config.json`, in this order.
     """
 
     family: str
@@ -42,7 +42,7 @@ class Architecture:
     hf_config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def size(self, axis: str) -> int:
-        """Length of an axis by the name that family declarations use (``hidden``, ``queries``, …)."""
+        """Length of an axis by the name that family declarations use (`hidden`, `queries`, …)."""
         if axis == "queries":
             return self.heads // self.kv_heads
         return 1 if axis == "one" else getattr(self, axis)
@@ -51,7 +51,7 @@ class Architecture:
 def read_architecture(
     family: str, config: Mapping[str, Any], generation: Mapping[str, Any], qkv_bias: bool, where: str
 ) -> Architecture:
-    """The record of a ``config.json`` (and ``generation_config.json``, may be empty); UserError lists every fault."""
+    """The record of a `config.json` (and `generation_config.json`, may be empty); UserError lists every fault."""
     faults: list[str] = []
     layers = _positive(config, "num_hidden_layers", faults)
     hidden = _positive(config, "hidden_size", faults)
@@ -93,7 +93,7 @@ def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: i
 
 
 def _read_rope(config: Mapping[str, Any], faults: list[str]) -> tuple[float, dict[str, Any] | None]:
-    """Theta and scaling from either form: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters`` with both."""
+    """Theta and scaling from either form: `rope_theta` with `rope_scaling`, or `rope_parameters` with both."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if old and new and _scaling(old) != _scaling(new):
         faults.append("rope_scaling and rope_parameters differ")

@@ -13,9 +13,9 @@ from megatron_bridge.families.architecture import Architecture
 
 @dataclass(frozen=True)
 class Tensor:
-    """A Hugging Face tensor, seen through its axes: ``rows`` and ``columns`` are axis names, split by blanks.
+    """A Hugging Face tensor, seen through its axes: `rows` and `columns` are axis names, split by blanks.
 
-    The tensor on disk has one dimension for all of ``rows`` and one for all of ``columns`` (none without columns).
+    The tensor on disk has one dimension for all of `rows` and one for all of `columns` (none without columns).
     """
 
     name: str
@@ -35,7 +35,7 @@ class Tensor:
 class Parameter:
     """A parameter of Megatron or vLLM: the parts of a rank's shard, one tensor after another along the rows.
 
-    With ``interleave`` the tensors alternate inside each index of that (first) axis instead: q, k, v of KV head 0,
+    With `interleave` the tensors alternate inside each index of that (first) axis instead: q, k, v of KV head 0,
     then of KV head 1, and so on.
     """
 
@@ -46,11 +46,11 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: its unit kinds (``vocab``, ``layer``, ``norm``) and what each system makes of them.
+    """One model family: its unit kinds (`vocab`, `layer`, `norm`) and what each system makes of them.
 
-    ``tensors``, ``megatron`` and ``vllm`` map a unit kind to its declarations. Megatron's names are those of the local
-    layer spec; the Megatron layout renames for Transformer Engine. ``ignored`` are regular expressions of tensors that
-    checkpoints may hold and no one needs. ``check`` returns what a config asks for that the family does not do.
+    `tensors`, `megatron` and `vllm` map a unit kind to its declarations. Megatron's names are those of the local
+    layer spec; the Megatron layout renames for Transformer Engine. `ignored` are regular expressions of tensors that
+    checkpoints may hold and no one needs. `check` returns what a config asks for that the family does not do.
     """
 
     name: str

@@ -13,7 +13,7 @@ NORM_1, NORM_2 = "input_layernorm.weight", "post_attention_layernorm.weight"
 
 def unsupported(config: Mapping[str, Any]) -> list[str]:
     """Faults of a config that no Llama-like family here can honour."""
-    faults = [f"{key} is true: such biases are not supported" for key in ("attention_bias", "mlp_bias") if config.get(key)]
+    faults = [f"{key} is true, which is not supported" for key in ("attention_bias", "mlp_bias") if config.get(key)]
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         faults.append(f"hidden_act is {config['hidden_act']!r}, only 'silu' is supported")
     if config.get("quantization_config"):

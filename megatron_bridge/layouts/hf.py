@@ -1,7 +1,7 @@
 """The layout of Hugging Face safetensors: whole tensors under their canonical names.
 
 As a source every rank may read every file, so every rank holds everything. As a destination each unit has one owner,
-the rank that writes the file it lies in; which files there are is left to ``files``.
+the rank that writes the file it lies in; which files there are is left to `files`.
 """
 
 from collections.abc import Hashable
@@ -16,9 +16,9 @@ from megatron_bridge.layouts.layout import EMBEDDING, HEAD, Layout, Unit, canoni
 
 @dataclass(frozen=True)
 class HFLayout(Layout):
-    """``owners`` names the rank of each unit of ``all_units``; None means that each rank of ``ranks`` holds all.
+    """`owners` names the rank of each unit of `all_units`; None means that each rank of `ranks` holds all.
 
-    ``tied_head`` writes a tied output matrix as a tensor of its own, for checkpoints that list both.
+    `tied_head` writes a tied output matrix as a tensor of its own, for checkpoints that list both.
     """
 
     arch: Architecture

@@ -46,7 +46,7 @@ def canonical_units(arch: Architecture) -> tuple[Unit, ...]:
 class Layout(ABC):
     """A map from canonical boxes to places. Concrete layouts are frozen dataclasses: equal fields, equal layout.
 
-    Ranks are those of the process group that a transfer runs on; a rank outside ``ranks`` holds nothing.
+    Ranks are those of the process group that a transfer runs on; a rank outside `ranks` holds nothing.
     """
 
     arch: Architecture
@@ -83,7 +83,7 @@ def tensors_of(arch: Architecture, kind: str) -> dict[str, Tensor]:
 
 
 def split_faults(arch: Architecture, tp: int, replicate_kv: bool) -> list[str]:
-    """Why a model cannot be cut into ``tp`` shards; empty if it can."""
+    """Why a model cannot be cut into `tp` shards; empty if it can."""
     faults = []
     if arch.heads % tp:
         faults.append(f"{arch.heads} attention heads do not split over tensor parallel size {tp}")
@@ -101,7 +101,7 @@ def raise_faults(where: str, faults: Sequence[str]) -> None:
 
 
 def shard_box(arch: Architecture, tensor: Tensor, tp: int, index: int) -> Box:
-    """The box of shard ``index`` of ``tp``: heads and the feed-forward axis are cut, every other axis is whole.
+    """The box of shard `index` of `tp`: heads and the feed-forward axis are cut, every other axis is whole.
 
     Heads are cut as (KV head, query in it) pairs, so a shard may be a part of one KV head's queries; where there are
     fewer KV heads than shards, neighbouring shards hold the same one.
@@ -152,5 +152,5 @@ def vocab_params(arch: Architecture, padded: int, tp: int, index: int) -> tuple[
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not below ``n``."""
+    """The least multiple that is not below `n`."""
     return -(-n // multiple) * multiple

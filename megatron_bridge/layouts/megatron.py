@@ -1,7 +1,7 @@
 """The layout of megatron-core's GPTModel on a tensor × pipeline × data parallel grid.
 
-Names and shapes are those of ``GPTModel.named_parameters()`` on the rank's pipeline stage, for the local layer spec or
-Transformer Engine's. Binding them to live tensors is left to ``bind_megatron``.
+Names and shapes are those of `GPTModel.named_parameters()` on the rank's pipeline stage, for the local layer spec or
+Transformer Engine's. Binding them to live tensors is left to `bind_megatron`.
 """
 
 from collections.abc import Hashable
@@ -39,10 +39,10 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 class MegatronLayout(Layout):
     """TP × PP × DP shards of one model.
 
-    ``order`` names the grid's dimensions, fastest first; those that are not tp, dp or pp have size 1 here. ``ranks``
-    lists the grid's ranks in grid order, by default 0 … tp·pp·dp − 1. ``stages`` gives the layers of each pipeline
-    stage, by default even. ``vocab_multiple`` None pads the vocabulary as vLLM does, so that equal TP sizes exchange no
-    rows; a number pads to Megatron's rule, a multiple of ``vocab_multiple · tp``.
+    `order` names the grid's dimensions, fastest first; those that are not tp, dp or pp have size 1 here. `ranks`
+    lists the grid's ranks in grid order, by default 0 … tp·pp·dp − 1. `stages` gives the layers of each pipeline
+    stage, by default even. `vocab_multiple` None pads the vocabulary as vLLM does, so that equal TP sizes exchange no
+    rows; a number pads to Megatron's rule, a multiple of `vocab_multiple · tp`.
     """
 
     arch: Architecture
@@ -56,19 +56,23 @@ class MegatronLayout(Layout):
     vocab_multiple: int | None = None
 
     def __post_init__(self) -> None:
-        size = self.tp * self.pp * self.dp
-        object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(size)))
-        faults = split_faults(self.arch, self.tp, replicate_kv=False)
-        if len(set(self.ranks)) != size:
-            faults.append(f"{len(set(self.ranks))} ranks do not fill a grid of tp {self.tp} × pp {self.pp} × dp {self.dp}")
-        if len(set(self.order.split("-"))) != len(self.order.split("-")) or not {"tp", "dp", "pp"} <= set(self.order.split("-")):
-            faults.append(f"order {self.order!r} does not name tp, dp and pp once each")
-        if not self.stages and self.arch.layers % self.pp:
-            faults.append(f"{self.arch.layers} layers do not split evenly over {self.pp} pipeline stages; give `stages`")
+        object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(self.tp * self.pp * self.dp)))
         object.__setattr__(self, "stages", tuple(self.stages) or (self.arch.layers // self.pp,) * self.pp)
+        raise_faults("megatron layout", split_faults(self.arch, self.tp, replicate_kv=False) + self._grid_faults())
+
+    def _grid_faults(self) -> list[str]:
+        faults = []
+        if not len(self.ranks) == len(set(self.ranks)) == self.tp * self.pp * self.dp:
+            faults.append(f"ranks {list(self.ranks)} do not fill tp {self.tp} × pp {self.pp} × dp {self.dp}")
+        names = self.order.split("-")
+        if len(set(names)) != len(names) or not {"tp", "dp", "pp"} <= set(names):
+            faults.append(f"order {self.order!r} does not name tp, dp and pp once each")
         if len(self.stages) != self.pp or sum(self.stages) != self.arch.layers or min(self.stages) < 1:
-            faults.append(f"stages {self.stages} do not place {self.arch.layers} layers on {self.pp} pipeline stages")
-        raise_faults("megatron layout", faults)
+            stages, layers = "-".join(map(str, self.stages)), self.arch.layers
+            faults.append(
+                f"stages of {stages} layers are not {layers} layers on {self.pp} pipeline stages: give `stages`"
+            )
+        return faults
 
     @property
     def padded_vocab(self) -> int:
@@ -81,7 +85,7 @@ class MegatronLayout(Layout):
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     def coordinate(self, rank: int, dimension: str) -> int:
-        """A rank's place along ``tp``, ``pp`` or ``dp``."""
+        """A rank's place along `tp`, `pp` or `dp`."""
         sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
         index = self._index[rank]
         for name in self.order.split("-"):

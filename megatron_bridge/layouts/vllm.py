@@ -1,7 +1,7 @@
 """The layout of vLLM's models under tensor parallelism, one or several replicas.
 
-Names and shapes are those of ``model.named_parameters()`` in a vLLM worker. Binding them to live tensors is left to
-``bind_vllm``.
+Names and shapes are those of `model.named_parameters()` in a vLLM worker. Binding them to live tensors is left to
+`bind_vllm`.
 """
 
 from collections.abc import Hashable
@@ -26,7 +26,7 @@ VOCAB_PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 @dataclass(frozen=True)
 class VLLMLayout(Layout):
-    """Engines of ``tp`` consecutive entries of ``ranks`` (by default ranks 0 … tp − 1, one engine)."""
+    """Engines of `tp` consecutive entries of `ranks` (by default ranks 0 … tp − 1, one engine)."""
 
     arch: Architecture
     tp: int = 1

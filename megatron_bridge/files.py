@@ -1,0 +1,147 @@
+"""Safetensors files as memory maps: reading touches only the bytes that are copied, writing goes into the file.
+
+One file at a time lives here, and a folder's index. Which tensors go where is left to layouts and plans, what else a
+model folder holds to `checkpoints`.
+"""
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.errors import UserError
+from megatron_bridge.families import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> `{"dtype", "shape", "data_offsets"}`, offsets in the file; UserError if it is broken."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise UserError(path, "not a safetensors file, or cut short")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise UserError(path, f"broken safetensors header: {error}") from error
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise UserError(path, f"{name} has dtype {entry['dtype']}, which is not supported")
+        if 8 + length + end > size:
+            raise UserError(path, f"cut short: {name} ends at byte {8 + length + end} of {size}")
+        entry["data_offsets"] = (8 + length + begin, 8 + length + end)
+    return header
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file, for a folder with one safetensors file or an index.
+
+    UserError where the index and what lies in the files differ, or where there are no weights.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise UserError(folder, f"neither {SINGLE} nor {INDEX} is here")
+        return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
+    listed = read_json(index).get("weight_map", {})
+    if absent := sorted(name for name in set(listed.values()) if not (folder / name).exists()):
+        raise UserError(index, f"lists files that do not exist: {', '.join(absent)}")
+    held = {file: set(read_header(folder / file)) for file in sorted(set(listed.values()))}
+    if lost := sorted(name for name, file in listed.items() if name not in held[file]):
+        raise UserError(index, f"lists tensors that are not in their file: {', '.join(lost[:8])}")
+    if hidden := sorted(name for file, names in held.items() for name in names if listed.get(name) != file):
+        raise UserError(index, f"does not list tensors that the files hold: {', '.join(hidden[:8])}")
+    return {name: folder / file for name, file in listed.items()}
+
+
+def tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Tensor name -> dtype, from the files' headers."""
+    return {
+        name: DTYPES[entry["dtype"]]
+        for path in sorted(set(tensor_files(folder).values()))
+        for name, entry in read_header(path).items()
+    }
+
+
+def open_hf(folder: str | Path) -> dict[str, Tensor]:
+    """Every tensor of a model folder as a view of its mapped file; bytes are read when they are copied.
+
+    Writing to a view changes this process's memory only, never the file.
+    """
+    tensors: dict[str, Tensor] = {}
+    files = tensor_files(Path(folder))
+    for path in sorted(set(files.values())):
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        tensors |= _views(mapped, read_header(path))
+    return tensors
+
+
+def _views(mapped: mmap.mmap, header: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    views = {}
+    for name, entry in header.items():
+        shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+        if prod(shape) == 0:
+            views[name] = torch.empty(shape, dtype=dtype)
+            continue
+        flat = torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=entry["data_offsets"][0])
+        views[name] = flat.view(shape)
+    return views
+
+
+class MappedFile:
+    """A new safetensors file of full size, its tensors mapped for writing; `close` makes it durable."""
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):  # keeps alignment
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("w+b") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.flush()
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)  # a full disk fails here, not in a page fault
+            self._mapped = mmap.mmap(file.fileno(), 8 + len(text) + end)
+        self.tensors = _views(self._mapped, read_header(path))
+
+    def close(self) -> None:
+        """Write everything out; the tensors must not be used any more."""
+        self.tensors = {}
+        self._mapped.flush()
+
+
+def close_files(files: Iterable[MappedFile]) -> None:
+    """Make new files durable; their tensors must not be used any more."""
+    for file in files:
+        file.close()
+
+
+def write_index(folder: Path) -> None:
+    """The index of a folder of shards, from what physically lies in them."""
+    weight_map, total = {}, 0
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_header(path).items():
+            begin, end = entry["data_offsets"]
+            weight_map[name] = path.name
+            total += end - begin
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
