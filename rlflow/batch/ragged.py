@@ -61,6 +61,12 @@ class Ragged:
         """The given rows, in the given order; a row may be asked for more than once."""
         return Ragged(self.values[self.value_index(rows)], self.lengths[rows])
 
+    def exclusive_cumsum(self) -> Tensor:
+        """For each value the sum of those before it in its row: float64 [sum lengths]."""
+        sums = torch.nn.functional.pad(self.values.double().cumsum(0), (1, 0))
+        at_row_start = torch.repeat_interleave(sums[self.offsets[:-1]], self.lengths, output_size=len(self.values))
+        return sums[:-1] - at_row_start
+
     def padded(self, fill: float = 0) -> Tensor:
         """[n, longest row], `fill` behind the end of shorter rows; for display and for reference computations."""
         width = int(self.lengths.max()) if len(self) else 0
