@@ -67,10 +67,10 @@ class Transfer:
         self.rounds = plan.rounds(bucket_bytes)
         self._padding = plan.target.padding(rank)
         self._local = list(compact(plan.into(rank, rank)))
-        self._sends = {
+        self.sends = {
             peer: messages(compact(plan.into(peer, rank)), self.rounds, "source") for peer in plan.targets(rank)
         }
-        self._receives = {
+        self.receives = {
             peer: messages(compact(plan.into(rank, peer)), self.rounds, "target") for peer in plan.sources(rank)
         }
 
@@ -80,22 +80,22 @@ class Transfer:
         begin = time.perf_counter()
         received = sent = 0
         in_flight = self._send(0) if self.rounds else None
-        local = self._copy_local()
+        local = self.copy_local()
         for k in range(self.rounds):
             following = self._send(k + 1) if k + 1 < self.rounds else None
             assert in_flight is not None
             in_flight.work.wait()
-            received += self._unpack(k, in_flight.incoming)
+            received += self.unpack(k, in_flight.incoming)
             sent += in_flight.outgoing.numel()
             in_flight = following
-        for name, elements in self._padding.items():
-            self.target[name].detach().view(-1)[-elements:].zero_()
+        self.zero_padding()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         size = self.dtype.itemsize
         return Traffic(local * size, received * size, sent * size, time.perf_counter() - begin)
 
-    def _copy_local(self) -> int:
+    def copy_local(self) -> int:
+        """Copy what this rank holds itself, from parameter to parameter; returns the number of elements."""
         copied = 0
         for shape, source, target in self._local:
             part = _region(self.target[target.parameter], shape, target.strides, target.offset)
@@ -103,30 +103,40 @@ class Transfer:
             copied += part.numel()
         return copied
 
-    def _send(self, k: int) -> "_Exchange":
-        """Pack round k and start its exchange."""
-        outgoing, incoming = self._bucket(self._sends, k), self._bucket(self._receives, k)
-        for message, tensor in _by_peer(self._sends, k, outgoing):
+    def pack(self, k: int) -> Tensor:
+        """The bucket that this rank sends in round k: its messages, by ascending peer."""
+        bucket = self._bucket(self.sends, k)
+        for message, tensor in _by_peer(self.sends, k, bucket):
             for name, shape, strides, offset, at in message.regions:
                 tensor[at : at + prod(shape)].view(shape).copy_(_region(self.source[name], shape, strides, offset))
-        work = dist.all_to_all_single(
-            incoming.view(torch.uint8),  # bytes, as not every backend exchanges every dtype
-            outgoing.view(torch.uint8),
-            self._split_bytes(self._receives, k),
-            self._split_bytes(self._sends, k),
-            group=self.group,
-            async_op=True,
-        )
-        return _Exchange(work, outgoing, incoming)
+        return bucket
 
-    def _unpack(self, k: int, incoming: Tensor) -> int:
+    def unpack(self, k: int, bucket: Tensor) -> int:
+        """Write the bucket received in round k into the target; returns the number of elements."""
         copied = 0
-        for message, tensor in _by_peer(self._receives, k, incoming):
+        for message, tensor in _by_peer(self.receives, k, bucket):
             for name, shape, strides, offset, at in message.regions:
                 part = _region(self.target[name], shape, strides, offset)
                 part.copy_(tensor[at : at + prod(shape)].view(shape))
                 copied += part.numel()
         return copied
+
+    def zero_padding(self) -> None:
+        """Zero the vocabulary rows that no token has."""
+        for name, elements in self._padding.items():
+            self.target[name].detach().view(-1)[-elements:].zero_()
+
+    def _send(self, k: int) -> "_Exchange":
+        outgoing, incoming = self.pack(k), self._bucket(self.receives, k)
+        work = dist.all_to_all_single(
+            incoming.view(torch.uint8),  # bytes, as not every backend exchanges every dtype
+            outgoing.view(torch.uint8),
+            self._split_bytes(self.receives, k),
+            self._split_bytes(self.sends, k),
+            group=self.group,
+            async_op=True,
+        )
+        return _Exchange(work, outgoing, incoming)
 
     def _bucket(self, streams: "_Streams", k: int) -> Tensor:
         return torch.empty(sum(stream[k].elements for stream in streams.values()), dtype=self.dtype, device=self.device)
@@ -166,7 +176,7 @@ def connect(
 
 
 def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that a layout names on a rank; UserError lists all that are missing, misshapen, strided or unknown."""
+    """The tensors that a layout names on a rank; UserError lists what is missing, misshapen, strided or unknown."""
     wanted, faults = layout.parameters(rank), []
     for name, param in wanted.items():
         tensor = tensors.get(name)
