@@ -19,7 +19,7 @@ class Registry(Generic[F]):
     def __call__(self, name: str) -> Callable[[F], F]:
         """Decorator that registers a function; ValueError if the name is taken."""
         if name in self._functions:
-            raise ValueError(f"there is already a {self.kind} named {name!r}")
+            raise ValueError(f"{self.kind} {name!r} is registered twice")
 
         def register(function: F) -> F:
             self._functions[name] = function

@@ -1,0 +1,58 @@
+"""KL estimators: values, gradients and what happens far away."""
+
+import pytest
+import torch
+
+from rlflow.algorithms import KLCoefficient, kl_estimator
+
+ZERO = torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("name", "difference", "expected"),
+    [("k1", 0.5, 0.5), ("k2", 0.5, 0.125), ("k3", 0.5, 0.106531), ("k1", -0.5, -0.5), ("k2", -0.5, 0.125),
+     ("k3", -0.5, 0.148721), ("k1-straight-through", -0.5, -0.5)],
+)  # fmt: skip
+def test_values(name: str, difference: float, expected: float):
+    """cases.md B14."""
+    assert kl_estimator[name](torch.tensor(difference), ZERO).item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("difference", "gradient"), [(-100.0, 0.0), (100.0, 1.0)])
+def test_k3_is_finite_far_away(difference: float, gradient: float):
+    """cases.md B14: forward and backward, with the gradient never turned around."""
+    log_prob = torch.tensor(difference, requires_grad=True)
+    value = kl_estimator["k3"](log_prob, ZERO)
+    value.backward()
+    assert torch.isfinite(value)
+    assert log_prob.grad is not None
+    assert log_prob.grad.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize("difference", [-10.0, -19.5, 10.0, 19.5])
+def test_the_clamp_does_not_touch_ordinary_differences(difference: float):
+    exact = torch.tensor(difference, dtype=torch.float64)
+    expected = torch.exp(-exact) + exact - 1
+    assert kl_estimator["k3"](exact, ZERO).item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_straight_through_has_the_gradient_of_k2():
+    log_prob = torch.tensor(0.5, requires_grad=True)
+    kl_estimator["k1-straight-through"](log_prob, ZERO).backward()
+    assert log_prob.grad is not None
+    assert log_prob.grad.item() == pytest.approx(0.5)
+
+
+def test_adaptive_coefficient_follows_the_target():
+    """β ·= 1 + clip(KL/target − 1, ±.2)·n/horizon: twice the target and 1000 sequences: 1 + .2·.1."""
+    coefficient = KLCoefficient(0.1, target=0.1)
+    coefficient.update(kl=0.2, sequences=1000)
+    assert coefficient.value == pytest.approx(0.102)
+    coefficient.update(kl=0.09, sequences=1000)
+    assert coefficient.value == pytest.approx(0.102 * (1 - 0.1 * 0.1))
+
+
+def test_fixed_coefficient_stays():
+    coefficient = KLCoefficient(0.1)
+    coefficient.update(kl=5.0, sequences=1000)
+    assert coefficient.value == 0.1
