@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like",
@@ -58,6 +59,8 @@ def _patch_cuda(cuda: Any) -> None:
 
 
 def _patch_tensors() -> None:
+    # `with torch.device(...)` knows the factories by identity and remembers them on first use: let that be before.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     original_to, original_type = torch.Tensor.to, torch.Tensor.type

@@ -1,0 +1,19 @@
+"""Models: the architecture record as megatron-core modules, packed attention, positions, log-probs."""
+
+from rlflow.models.config import transformer_config
+from rlflow.models.log_probs import VocabShard, token_log_probs
+from rlflow.models.packed import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
+from rlflow.models.policy import PolicyModel, build_policy, has_transformer_engine
+
+__all__ = [
+    "PackedInput",
+    "PolicyModel",
+    "Scoring",
+    "VocabShard",
+    "build_policy",
+    "has_transformer_engine",
+    "pack_for_local_spec",
+    "pack_for_te_spec",
+    "token_log_probs",
+    "transformer_config",
+]

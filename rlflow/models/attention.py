@@ -1,0 +1,145 @@
+"""Core attention over a packed micro-batch, where responses may share the rows of their prompt.
+
+Rows are gathered into a few batches of segments of similar length and each batch is one fused attention call, so that
+the cost in Python does not grow with the number of sequences. On CUDA a micro-batch without shared prompts goes through
+the variable-length kernel instead. Queries and keys are rotated here, by the positions of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlflow.models.rope import rotate
+
+if TYPE_CHECKING:
+    from rlflow.models.packed import PackedInput
+
+Segment = tuple[int, int, int, int]  # (prefix_start, prefix_end, start, end), as in rlflow.batch.MicroBatch
+
+SHORTEST_IN_BATCH = 0.7
+"""Segments shorter than this part of a batch's longest start a new batch: padding is computed, calls cost time."""
+
+
+@dataclass
+class SegmentBatch:
+    """B segments that one attention call computes, padded to L own rows and P rows of prefix.
+
+    Padding repeats a segment's first row. Where there is no prefix the call is causal and padding, being last, is seen
+    by nobody; otherwise `mask` says what each row may see.
+    """
+
+    rows: Tensor  # int64 [B · L]
+    is_own: Tensor  # bool [B · L], False for padding
+    seen_rows: Tensor  # int64 [B · (P + L)], keys and values: the prefix, then the segment itself
+    size: int  # B
+    mask: Tensor | None  # [B, 1, L, P + L]: 0 where visible, −inf elsewhere, in the dtype of the queries
+
+
+@dataclass
+class AttentionPlan:
+    """How to compute the attention of one micro-batch; made once, used by every layer."""
+
+    batches: list[SegmentBatch]
+    place: Tensor  # int64 [T], where the row lies in the concatenated outputs of all batches
+
+
+def plan_attention(segments: Sequence[Segment], device: torch.device, dtype: torch.dtype) -> AttentionPlan:
+    """Batch the segments of a micro-batch; they must cover the rows 0 … T − 1 once."""
+    batches = [_make_batch(group, device, dtype) for group in _similar(segments)]
+    rows = torch.cat([batch.rows for batch in batches])
+    is_own = torch.cat([batch.is_own for batch in batches])
+    place = torch.empty(sum(end - start for *_, start, end in segments), dtype=torch.int64, device=device)
+    place[rows[is_own]] = torch.arange(len(rows), device=device)[is_own]
+    return AttentionPlan(batches, place)
+
+
+def _similar(segments: Sequence[Segment]) -> Iterable[list[Segment]]:
+    """Groups of segments of similar length, those with a prefix apart from those without."""
+    for with_prefix in (False, True):
+        chosen = [one for one in segments if (one[1] > one[0]) == with_prefix and one[3] > one[2]]
+        chosen.sort(key=lambda one: (one[2] - one[3], one[0] - one[1]))
+        group: list[Segment] = []
+        for one in chosen:
+            if group and one[3] - one[2] < SHORTEST_IN_BATCH * (group[0][3] - group[0][2]):
+                yield group
+                group = []
+            group.append(one)
+        if group:
+            yield group
+
+
+def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) -> SegmentBatch:
+    prefix_start, prefix_end, start, end = torch.tensor(group, device=device).unbind(1)
+    prefix_length, length = prefix_end - prefix_start, end - start
+    own, prefix = torch.arange(int(length.max()), device=device), torch.arange(int(prefix_length.max()), device=device)
+    is_own = own < length[:, None]
+    rows = torch.where(is_own, start[:, None] + own, start[:, None])
+    if not len(prefix):
+        return SegmentBatch(rows.flatten(), is_own.flatten(), rows.flatten(), len(group), None)
+    has_prefix = prefix < prefix_length[:, None]
+    prefix_rows = torch.where(has_prefix, prefix_start[:, None] + prefix, prefix_start[:, None])
+    visible = torch.cat(
+        [has_prefix[:, None].expand(-1, len(own), -1), (own[:, None] >= own).expand(len(group), -1, -1)], -1
+    )
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    seen_rows = torch.cat([prefix_rows, rows], 1)
+    return SegmentBatch(rows.flatten(), is_own.flatten(), seen_rows.flatten(), len(group), mask[:, None])
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """softmax(q·kᵀ·scale)·v of packed rows: [T, heads, d], [T, kv_heads, d], [T, kv_heads, d] → [T, heads · d]."""
+    outputs = []
+    for batch in plan.batches:
+        q = query.index_select(0, batch.rows).unflatten(0, (batch.size, -1)).transpose(1, 2)
+        k = key.index_select(0, batch.seen_rows).unflatten(0, (batch.size, -1)).transpose(1, 2)
+        v = value.index_select(0, batch.seen_rows).unflatten(0, (batch.size, -1)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, k, v, batch.mask, is_causal=batch.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
+    return torch.cat(outputs).index_select(0, plan.place)
+
+
+class PackedAttention(torch.nn.Module):
+    """Core attention of the local layer spec, for input that comes with a `PackedInput`."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedInput,
+        **_: Any,
+    ) -> Tensor:
+        """[T, 1, heads, d], [T, 1, kv_heads, d] twice → [T, 1, heads · d]."""
+        packed = packed_seq_params
+        query, key = (rotate(states.squeeze(1), packed.rotation) for states in (query, key))
+        value = value.squeeze(1)
+        if packed.plan is not None:
+            return attend(query, key, value, packed.plan, self.scale).unsqueeze(1)
+        return _attend_varlen(query, key, value, packed).unsqueeze(1)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInput) -> Tensor:
+    """The CUDA kernel for packed sequences that share no prompts; its scale is 1 / √d."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before, grouped heads needed no permission
+        grouped["enable_gqa"] = query.shape[1] != key.shape[1]
+    bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
+    return out.flatten(1)

@@ -1,0 +1,92 @@
+"""From the bridge's architecture record to megatron-core's TransformerConfig.
+
+Only what shapes the computation is decided here; which ranks compute what is the grid's business, the layer spec's
+modules are chosen in `policy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_bridge.families import Architecture
+from rlflow.errors import UserError
+from rlflow.parallel import Grid
+
+Recompute = Literal["none", "selective", "full"]
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(
+    arch: Architecture,
+    grid: Grid,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+    deterministic: bool = False,
+    transformer_engine: bool = False,
+) -> TransformerConfig:
+    """The config of a model on a grid. Raises UserError where heads or layers do not fit the grid."""
+    _check(arch, grid, recompute)
+    return TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        context_parallel_size=grid.cp,
+        sequence_parallel=sequence_parallel and grid.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # the only one that allows it, even where there are no experts
+        calculate_per_token_loss=True,  # losses come with global weights: gradients are summed, never averaged
+        deterministic_mode=deterministic,
+        # Every weight is loaded; zeros rather than noise keep padding rows of the vocabulary clean.
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=True,
+        apply_rope_fusion=transformer_engine,
+        **_RECOMPUTE[recompute],
+    )
+
+
+def _check(arch: Architecture, grid: Grid, recompute: str) -> None:
+    if arch.kv_heads % grid.tp:
+        raise UserError(
+            "tensor_parallel_size", f"{grid.tp} does not divide the {arch.kv_heads} key/value heads of the model"
+        )
+    if arch.ffn % grid.tp:
+        raise UserError("tensor_parallel_size", f"{grid.tp} does not divide the intermediate size {arch.ffn}")
+    if arch.layers % grid.pp:
+        raise UserError(
+            "pipeline_parallel_size", f"{arch.layers} layers do not split evenly over {grid.pp} pipeline stages"
+        )
+    if recompute not in _RECOMPUTE:
+        raise UserError("recompute", f"{recompute!r} is none of {', '.join(_RECOMPUTE)}")

@@ -1,0 +1,66 @@
+"""What travels with a packed micro-batch through megatron's layers: positions, attention plan, and what the head scores.
+
+megatron hands its `packed_seq_params` unchanged to every layer; a subclass of it is the one carrier that needs no patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rlflow.batch import MicroBatch
+from rlflow.models.attention import AttentionPlan, plan_attention
+from rlflow.models.rope import rotation_table
+
+
+@dataclass
+class Scoring:
+    """Which rows the head scores, and how."""
+
+    rows: Tensor  # int64 [R], the row whose hidden state predicts
+    targets: Tensor  # int64 [R], the token ids that are scored
+    temperature: float = 1.0
+    with_entropy: bool = False
+
+
+@dataclass
+class PackedInput(PackedSeqParams):
+    """megatron's packing parameters and ours.
+
+    `qkv_format` is "thd" for Transformer Engine. The local spec says "sbhd", so that megatron leaves the rows as one
+    sequence of a batch of one, and does by itself what differs between sequences.
+    """
+
+    rotation: tuple[Tensor, Tensor] = field(default=None)  # type: ignore[assignment]
+    plan: AttentionPlan | None = None
+    scoring: Scoring = field(default=None)  # type: ignore[assignment]
+
+
+def pack_for_local_spec(micro_batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
+    """Rotation and attention plan of a micro-batch that lies on its device already."""
+    device = micro_batch.token_ids.device
+    shares = any(prefix_end > prefix_start for prefix_start, prefix_end, _, _ in micro_batch.segments)
+    fused = device.type == "cuda" and dtype != torch.float32 and not shares
+    return PackedInput(
+        qkv_format="sbhd",
+        cu_seqlens_q=micro_batch.cu_seqlens,
+        max_seqlen_q=micro_batch.max_seqlen,
+        rotation=rotation_table(micro_batch.position_ids, frequencies, dtype),
+        plan=None if fused else plan_attention(micro_batch.segments, device, dtype),
+        scoring=scoring,
+    )
+
+
+def pack_for_te_spec(micro_batch: MicroBatch, scoring: Scoring) -> PackedInput:
+    """Transformer Engine knows sequences by their bounds and rotates by them; it cannot share prompts."""
+    return PackedInput(
+        qkv_format="thd",
+        cu_seqlens_q=micro_batch.cu_seqlens,
+        cu_seqlens_kv=micro_batch.cu_seqlens,
+        max_seqlen_q=micro_batch.max_seqlen,
+        max_seqlen_kv=micro_batch.max_seqlen,
+        scoring=scoring,
+    )

@@ -1,0 +1,137 @@
+"""The policy model: megatron-core's GPTModel whose last stage returns log-probs of chosen tokens instead of logits.
+
+With Transformer Engine installed its layer spec is used; otherwise the local spec with our norm and core attention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_bridge.families import Architecture
+from rlflow.models.attention import PackedAttention
+from rlflow.models.log_probs import VocabShard, token_log_probs
+from rlflow.models.norm import RMSNorm
+from rlflow.models.packed import PackedInput
+from rlflow.models.rope import inverse_frequencies
+from rlflow.parallel import Grid, active, device
+
+
+def has_transformer_engine() -> bool:
+    """Whether the Transformer Engine spec will be used."""
+    return device().type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+class LogProbHead(ColumnParallelLinear):
+    """The output layer: scores the tokens that `PackedInput.scoring` names. float32 [R] log-probs, [R] or no entropies."""
+
+    vocab: int  # rows of the real vocabulary
+    chunk_tokens: int
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, weight: Tensor | None, packed: PackedInput
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden: [T, 1, H], or this rank's part of the rows under sequence parallelism."""
+        scoring = packed.scoring
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
+        rows = hidden[:, 0].index_select(0, scoring.rows)
+        if not self.sequence_parallel:
+            rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)
+        return token_log_probs(
+            rows,
+            self.weight if weight is None else weight,
+            scoring.targets,
+            self._shard(),
+            temperature=scoring.temperature,
+            chunk_tokens=self.chunk_tokens,
+            with_entropy=scoring.with_entropy,
+        )
+
+    def _shard(self) -> VocabShard:
+        start = self.tp_group.rank() * self.output_size_per_partition
+        size = min(max(self.vocab - start, 0), self.output_size_per_partition)
+        return VocabShard(start, size, self.tp_group)
+
+
+class PolicyModel(GPTModel):
+    """A pipeline stage of the policy. Called with token ids [1, T], positions [1, T], None and a `PackedInput`.
+
+    Returns hidden states [T, 1, H], on the last stage (log-probs, entropies) as `LogProbHead` gives them.
+    """
+
+    frequencies: Tensor  # float32 [head_dim / 2], for the local spec's rotation
+
+    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInput, **_: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, shared, packed_seq_params)
+
+
+def build_policy(
+    arch: Architecture, grid: Grid, config: TransformerConfig, *, padded_vocab: int, chunk_tokens: int = 1024
+) -> PolicyModel:
+    """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`."""
+    with active(grid):
+        model = PolicyModel(
+            config,
+            _layer_spec(config),
+            vocab_size=padded_vocab,
+            max_sequence_length=arch.max_positions,
+            pre_process=grid.is_first_stage,
+            post_process=grid.is_last_stage,
+            position_embedding_type="rope" if config.apply_rope_fusion else "none",
+            rotary_base=arch.rope_theta,
+            share_embeddings_and_output_weights=arch.tied,
+            pg_collection=grid.groups,
+        )
+    model.frequencies = inverse_frequencies(arch).to(device())
+    if config.apply_rope_fusion:
+        model.rotary_pos_emb.inv_freq = model.frequencies
+    if grid.is_last_stage:
+        model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
+    return model
+
+
+def _layer_spec(config: TransformerConfig) -> Any:
+    """Transformer Engine's layers where its fused rotation was asked for, else megatron's own with our modules in them."""
+    if config.apply_rope_fusion:
+        return get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.submodules.core_attention = PackedAttention
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def _log_prob_head(model: GPTModel, vocab: int, chunk_tokens: int) -> LogProbHead:
+    """A head in the place of the model's output layer, with that layer's weight."""
+    plain = model.output_layer
+    head = LogProbHead(
+        plain.input_size,
+        plain.output_size,
+        config=plain.config,
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        skip_weight_param_allocation=True,
+        tp_group=plain.tp_group,
+    )
+    head.weight = plain.weight
+    head.vocab, head.chunk_tokens = vocab, chunk_tokens
+    return head
