@@ -1,4 +1,4 @@
-"""The one place that knows how versions of megatron-core and vLLM differ, and where they keep what has no public name."""
+"""The one place that knows how versions of megatron-core and vLLM differ, and where they keep what is not public."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def keep_vllm_cpu_weights_plain() -> None:
-    """Before `LLM()` on a CPU: vLLM packs linear weights away for oneDNN otherwise, and leaves parameters of shape (0,)."""
+    """Before `LLM()` on a CPU: otherwise vLLM packs linear weights for oneDNN and leaves parameters of shape (0,)."""
     import vllm._custom_ops as ops
 
     ops._supports_onednn = False
@@ -24,7 +24,7 @@ def vllm_model(llm: Any) -> torch.nn.Module:
 
 
 def vllm_load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write Hugging Face tensors through vLLM's own loader, derived tensors included, keeping the parameters' storage."""
+    """Write Hugging Face tensors through vLLM's own loader, derived tensors included; parameters keep their storage."""
     vllm_runner(llm).reload_weights(weights_iterator=iter(tensors))
 
 

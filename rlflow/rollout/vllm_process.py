@@ -1,0 +1,115 @@
+"""Starting vLLM inside a trainer's process: its environment, its options, and undoing what it changes of the process.
+
+This is the only place that imports vLLM's `LLM`. What is then done with it is left to `vllm_engine`.
+"""
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_bridge import compat
+from megatron_bridge.families.architecture import Architecture
+from rlflow.config.schema import Rollout
+from rlflow.rollout.seeds import preserved_generators
+from rlflow.rollout.world import restore_environment
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+GIB = 2**30
+BLOCK_TOKENS = 32  # the smallest cache block of the CPU's fast attention: small blocks share more of a short prompt
+
+# In-process scheduler (external_launcher demands it), no progress reports, no look-ups on the network.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1", "TOKENIZERS_PARALLELISM": "false"}
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # there is nothing that compiles on the CPU path but its sampler
+CHANGED_VARIABLES = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "NUMEXPR_MAX_THREADS")
+
+
+def prepare_environment(on_gpu: bool) -> None:
+    """Set what vLLM reads when it is imported. A user's own choice of verbosity is kept."""
+    os.environ.update(ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype: str, timeout_seconds: int,
+          on_gpu: bool) -> "LLM":  # fmt: skip
+    """vLLM with dummy weights on the ranks of the present default group, which must be initialised."""
+    prepare_environment(on_gpu)
+    options = engine_options(architecture, config, dtype=dtype, timeout_seconds=timeout_seconds, on_gpu=on_gpu)
+    with _quiet_import(), _preserved():
+        if not on_gpu:
+            compat.keep_vllm_cpu_weights_plain()
+        from vllm import LLM
+
+        return LLM(model=model_path, **options)
+
+
+def engine_options(
+    architecture: Architecture, config: Rollout, *, dtype: str, timeout_seconds: int, on_gpu: bool
+) -> dict[str, Any]:
+    """The arguments of `LLM`: nothing is left to vLLM that depends on what else lives in the process."""
+    length = config.max_prompt_length + config.max_response_length
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "distributed_timeout_seconds": timeout_seconds,
+        "max_model_len": length,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": cache_bytes(architecture, config, dtype),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "seed": 0,
+        "enforce_eager": not (on_gpu and config.cuda_graphs),
+    }
+    if not on_gpu:
+        return options | {"block_size": BLOCK_TOKENS}
+    if config.cuda_graphs:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return options | {"enable_sleep_mode": config.sleep_level > 0}
+
+
+def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
+    """Bytes of the KV cache: as configured, but no more than `max_num_seqs` sequences of full length can fill."""
+    blocks = -(-(config.max_prompt_length + config.max_response_length) // BLOCK_TOKENS) + 1
+    heads = max(1, architecture.kv_heads // config.tensor_parallel_size)
+    token = 2 * architecture.layers * heads * architecture.head_dim * getattr(torch, dtype).itemsize
+    return int(min(config.kv_cache_gib * GIB, config.max_num_seqs * blocks * BLOCK_TOKENS * token))
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Importing vLLM warns of deprecated names in libraries that neither we nor the user call."""
+    if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _preserved() -> Iterator[None]:
+    """Undo what `LLM()` does to its process: thread count, torchrun's variables, every random generator."""
+    set_num_threads = torch.set_num_threads
+    variables = {name: os.environ.get(name) for name in CHANGED_VARIABLES}
+    try:
+        with preserved_generators():
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        restore_environment(variables)
