@@ -22,16 +22,18 @@ def combine(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return combined
 
 
-def summarize(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Combined metrics of a step → means over its tokens, under the names that tracking shows.
+def summarize(metrics: Mapping[str, float], updates: int = 1) -> dict[str, float]:
+    """Combined metrics of one or several optimizer steps → means over their tokens, under the names that are shown.
 
-    Loss terms carry global weights and are sums already. Without a single token the means are 0, and
-    `actor/trainable_tokens` says so.
+    Loss terms carry global weights: their sum is the loss of an optimizer step, and they are only averaged over those.
+    Without a single token the means are 0, and `actor/trainable_tokens` says so.
     """
     tokens = metrics["tokens"]
     per_token = max(tokens, 1.0)
     shown = {"actor/trainable_tokens": tokens}
-    shown |= {f"actor/{name}": metrics[name] for name in ("loss", "policy_loss", "kl_loss") if name in metrics}
+    shown |= {
+        f"actor/{name}": metrics[name] / updates for name in ("loss", "policy_loss", "kl_loss") if name in metrics
+    }
     shown |= {f"actor/{name}": metrics[name] / per_token for name in ("kl", "entropy") if name in metrics}
     shown["actor/clip_fraction"] = metrics["clipped"] / per_token
     shown["actor/ratio_error_max"] = metrics["ratio_error_max"]

@@ -119,6 +119,14 @@ def test_metrics_do_not_depend_on_the_cut(split: list[int]):
         assert combined[name].item() == pytest.approx(value.item(), abs=1e-6), name
 
 
+def test_losses_of_several_updates_are_averaged():
+    _, metrics = PolicyObjective()(log_probs(), None, fields())
+    twice = {name: value.item() for name, value in combine([metrics, metrics]).items()}
+    shown = summarize(twice, updates=2)
+    assert shown["actor/loss"] == pytest.approx(-1 / 3)
+    assert shown["actor/trainable_tokens"] == 6
+
+
 def test_nothing_trainable_gives_zero_loss_and_zero_gradient():
     """cases.md B02."""
     values = log_probs()
