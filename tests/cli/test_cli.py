@@ -1,0 +1,181 @@
+"""The command line: what is refused, with which exit code, and what reaches the job."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import rlflow
+from rlflow import cli
+from rlflow.config import Config
+from rlflow.errors import UserError
+from tests.config.examples import ROOT, write_config
+
+
+class FakeJob(ModuleType):
+    """Stands in for rlflow.job: remembers what it is given and answers as told."""
+
+    def __init__(self, code: int = 0, error: Exception | None = None) -> None:
+        super().__init__("rlflow.job")
+        self.code, self.error, self.seen = code, error, SimpleNamespace()
+
+    def train(self, config: Config) -> int:
+        return self._answer("train", config, [])
+
+    def evaluate(self, config: Config) -> int:
+        return self._answer("evaluate", config, [])
+
+    def generate(self, config: Config, prompts: list[str]) -> int:
+        return self._answer("generate", config, prompts)
+
+    def _answer(self, command: str, config: Config, prompts: list[str]) -> int:
+        self.seen = SimpleNamespace(command=command, config=config, prompts=prompts)
+        if self.error is not None:
+            raise self.error
+        return self.code
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> FakeJob:
+    fake = FakeJob()
+    monkeypatch.setitem(sys.modules, "rlflow.job", fake)
+    monkeypatch.setattr(rlflow, "job", fake, raising=False)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(write_config(tmp_path))
+
+
+def test_train_gives_the_checked_config_to_the_job(job: FakeJob, path: str) -> None:
+    assert cli.main(["train", path, "optimizer.lr=1e-5", "trainer.steps=3"]) == 0
+    assert job.seen.command == "train"
+    assert (job.seen.config.optimizer.lr, job.seen.config.trainer.steps) == (1e-5, 3)
+
+
+def test_overrides_may_follow_options(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", path, "--world-size", "2", "trainer.prompts_per_step=6"]) == 0
+    assert "6 prompts × 8 responses = 48 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_the_job_decides_the_exit_code(job: FakeJob, path: str, code: int) -> None:
+    job.code = code
+    assert cli.main(["eval", path]) == code
+    assert job.seen.command == "evaluate"
+
+
+def test_a_user_error_of_the_job_is_one_message(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job.error = UserError("data.train", "3 prompts")
+    assert cli.main(["train", path]) == 2
+    assert capsys.readouterr().err == "rlflow: data.train: 3 prompts\n"
+
+
+def test_a_defect_of_the_job_keeps_its_traceback(job: FakeJob, path: str) -> None:
+    job.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", path])
+
+
+def test_bad_configuration_never_reaches_the_job(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", path, "trainer.lerning_rate=1e-6"]) == 2
+    assert not vars(job.seen)
+    assert "trainer.lerning_rate = 1e-6: unknown key; nearest: optimizer.lr" in capsys.readouterr().err
+
+
+def test_under_torchrun_only_rank_0_reports_the_configuration(
+    job: FakeJob, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(["train", path, "rollout.n=0"]) == 2
+        messages.append(capsys.readouterr().err)
+    assert "rollout.n = 0: must be at least 1" in messages[0]
+    assert messages[1] == ""
+
+
+def test_the_world_size_of_torchrun_is_checked(
+    job: FakeJob, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert cli.main(["train", path, "rollout.tensor_parallel_size=2"]) == 2
+    assert "3 ranks do not divide into vLLM replicas of 2" in capsys.readouterr().err
+
+
+def test_generate_takes_a_model_or_a_config(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(ROOT / "tests/config/qwen2.5-7b")
+    assert cli.main(["generate", "--model", model, "--prompt", "1 + 1 =", "--prompt", "hi"]) == 0
+    assert (job.seen.config.model.path, job.seen.prompts) == (model, ["1 + 1 =", "hi"])
+    assert cli.main(["generate", path, "rollout.temperature=0.5", "--prompt", "hi"]) == 0
+    assert job.seen.config.rollout.temperature == 0.5
+    assert cli.main(["generate", "--prompt", "hi"]) == 2
+    assert "needs either a CONFIG or --model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["trian", "x"], ["check", "x", "--world-size", "0"], ["train", "x", "--what"]]
+)
+def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments)
+    assert raised.value.code == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == "rlflow 0.1.0\n"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+
+
+def test_check_imports_neither_torch_nor_engines(path: str) -> None:
+    heavy = "['torch', 'vllm', 'megatron.core', 'transformers']"
+    code = f"import sys; from rlflow.cli import main; main(); print([m for m in {heavy} if m in sys.modules])"
+    result = run("-c", code, "check", path, "--world-size", "2")
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
+
+
+def test_nproc_passes_exit_codes_through(path: str) -> None:
+    """torchrun reports every failure as 1; a user's error found in the processes is still one of the whole."""
+    code = "import sys; from rlflow.cli import launch; sys.exit(launch(2, ['check', *sys.argv[1:]]))"
+    good, bad = run("-c", code, path), run("-c", code, path, "trainer.epochs=0")
+    assert good.returncode == 0, good.stderr
+    assert bad.returncode == 2, bad.stderr
+    assert bad.stderr.count("trainer.epochs = 0") == 1
+
+
+def test_nproc_checks_before_it_starts_anything(path: str, capsys: pytest.CaptureFixture[str], job: FakeJob) -> None:
+    assert cli.main(["train", path, "--nproc", "3", "rollout.tensor_parallel_size=2"]) == 2
+    assert "3 ranks" in capsys.readouterr().err
+
+
+def test_nproc_under_torchrun_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: FakeJob
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", path, "--nproc", "2"]) == 2
+    assert "--nproc" in capsys.readouterr().err
+
+
+def test_data_file_without_the_column_is_found_before_any_model(tmp_path: Path) -> None:
+    path, data = write_config(tmp_path), tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"prompt": "1", "solution": 1}) + "\n")
+    result = run("-m", "rlflow", "check", str(path))
+    assert result.returncode == 2
+    # cases.md D03: file, missing column, columns present and the key that selects it
+    assert f"data.answer_key = answer: no such column in {data}, which has prompt, solution" in result.stderr

@@ -1,0 +1,36 @@
+"""A small good configuration that tests change one key of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlflow.config.document import write
+
+ROOT = Path(__file__).parents[2]
+QWEN = ROOT / "tests/config/qwen2.5-7b"
+"""config.json of Qwen2.5-7B: 28 heads, 4 key-value heads, 28 layers, 32768 positions, vocabulary 152064."""
+
+
+def write_data(path: Path, rows: int = 64) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "answer": i + 1}) + "\n" for i in range(rows)))
+    return path
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """Sections as in a file, every path below `folder` and present."""
+    return {
+        "model": {"path": str(QWEN)},
+        "rollout": {"n": 8},
+        "data": {
+            "train": str(write_data(folder / "train.jsonl")),
+            "evaluation": str(write_data(folder / "test.jsonl")),
+        },
+        "rewards": [{"function": "rlflow.rewards:integer_answer"}],
+        "trainer": {"steps": 10, "prompts_per_step": 8, "output_dir": str(folder / "run")},
+    }
+
+
+def write_config(folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(write(tree(folder)))
+    return path
