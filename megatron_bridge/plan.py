@@ -83,8 +83,7 @@ class Plan:
             raise UserError("plan", f"layouts of different models: {source.arch} and {target.arch}")
         self._group_units()
         self._check_use()
-        for rank in sorted(target.ranks):
-            self._choose_sources(rank)
+        self._choose_sources()
 
     # ------------------------------------------------------------ decisions
     def _group_units(self) -> None:
@@ -126,13 +125,19 @@ class Plan:
             wanted[self._group_of[unit.canonical]].append((unit.canonical, unit.prefix))
         return wanted
 
-    def _choose_sources(self, rank: int) -> None:
-        for group, units in self._wanted(rank).items():
-            for shards, (elements, _) in self._parts(rank, group).items():
-                chosen = self._cheapest(rank, group, shards)
-                self._load[chosen] += 0 if chosen == rank else elements * len(units)
-                self._source_of[rank, group, shards] = chosen
-                self.traffic[chosen, rank] += elements * len(units)
+    def _choose_sources(self) -> None:
+        """Decide largest shares first, which spreads what replicas send evenly."""
+        shares = [
+            (elements * len(units), rank, group, shards)
+            for rank in sorted(self.target.ranks)
+            for group, units in self._wanted(rank).items()
+            for shards, (elements, _) in self._parts(rank, group).items()
+        ]
+        for elements, rank, group, shards in sorted(shares, key=lambda share: -share[0]):
+            chosen = self._cheapest(rank, group, shards)
+            self._load[chosen] += 0 if chosen == rank else elements
+            self._source_of[rank, group, shards] = chosen
+            self.traffic[chosen, rank] += elements
 
     def _cheapest(self, rank: int, group: int, shards: Shards) -> int:
         if rank in self._groups[group].ranks and self.source.shard(rank) in shards:

@@ -1,0 +1,188 @@
+"""Plans: every element once, from the cheapest place, and nothing left over."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_bridge.boxes import Param, Piece, tiles, whole
+from megatron_bridge.errors import UserError
+from megatron_bridge.families import Architecture
+from megatron_bridge.layouts import HFLayout, Layout, MegatronLayout, Unit, VLLMLayout
+from megatron_bridge.plan import Plan, make_plan
+from tests.bridge.toys import Stores, empty, labelled, shards, toy, transfer
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    return toy(
+        model_type=draw(st.sampled_from(["llama", "qwen2"])),
+        num_hidden_layers=draw(st.integers(2, 5)),
+        hidden_size=draw(st.sampled_from([3, 8])),
+        num_attention_heads=8,
+        num_key_value_heads=draw(st.sampled_from([1, 2, 4, 8])),
+        head_dim=draw(st.sampled_from([2, 4])),
+        intermediate_size=8,
+        vocab_size=draw(st.integers(5, 130)),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+@st.composite
+def megatron_layouts(draw: st.DrawFn, arch: Architecture) -> MegatronLayout:
+    tp = draw(st.sampled_from([n for n in (1, 2, 4, 8) if arch.kv_heads % n == 0]))
+    pp, dp = draw(st.integers(1, min(3, arch.layers))), draw(st.integers(1, 2))
+    cuts = sorted(draw(st.permutations(range(1, arch.layers)))[: pp - 1])
+    return MegatronLayout(
+        arch, tp, pp, dp,
+        ranks=tuple(draw(st.permutations(range(tp * pp * dp + 1))))[1:],
+        order="-".join(draw(st.permutations(["tp", "dp", "pp"]))),
+        stages=tuple(hi - lo for lo, hi in pairwise([0, *cuts, arch.layers])),
+        spec=draw(st.sampled_from(["local", "te"])),
+        vocab_multiple=draw(st.sampled_from([None, 1, 3])),
+    )  # fmt: skip
+
+
+@st.composite
+def vllm_layouts(draw: st.DrawFn, arch: Architecture) -> VLLMLayout:
+    tp, replicas = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 2))
+    return VLLMLayout(arch, tp, tuple(draw(st.permutations(range(tp * replicas + 1))))[1:])
+
+
+def check_each_element_is_written_once(plan: Plan) -> None:
+    for rank in plan.target.ranks:
+        written: dict[str, list[Piece]] = {}
+        for copy in plan.into(rank):
+            place = copy.target
+            written.setdefault(place.parameter, []).append(Piece("", whole(copy.shape), place.offset, place.strides))
+        for name, param in plan.target.parameters(rank).items():
+            assert tiles(param._replace(pieces=tuple(written.get(name, ()))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_chain_of_layouts_returns_every_bit(data: st.DataObject) -> None:
+    arch = data.draw(architectures())
+    a, b = data.draw(megatron_layouts(arch)), data.draw(vllm_layouts(arch))
+    c = data.draw(megatron_layouts(arch))
+    owners = data.draw(st.lists(st.integers(0, 2), min_size=arch.layers + 3, max_size=arch.layers + 3))
+    units = len(HFLayout(arch, (0,)).all_units)
+    files = HFLayout(arch, tuple(sorted(set(owners[:units]))), tuple(owners[:units]))
+    truth = labelled(arch)
+    store, layout = shards(truth, a), a
+    for target in (b, c, files):
+        plan = Plan(layout, target, 4, data.draw(st.sampled_from([1, 2, 8])))
+        check_each_element_is_written_once(plan)
+        filled: Stores = {rank: empty(target, rank) for rank in target.ranks}
+        traffic = transfer(plan, store, filled, data.draw(st.sampled_from([400, 4000, 10**6])))
+        for rank, moved in traffic.items():
+            expected = plan.local_bytes(rank), plan.received_bytes(rank), plan.sent_bytes(rank)
+            assert (moved.local, moved.received, moved.sent) == expected
+        store, layout = filled, target
+    back = {name: tensor for tensors in store.values() for name, tensor in tensors.items()}
+    assert back.keys() == truth.keys()
+    assert all(torch.equal(back[name], truth[name]) for name in truth)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_own_rank_first_then_own_node(data: st.DataObject) -> None:
+    arch = data.draw(architectures())
+    a, b, node = data.draw(megatron_layouts(arch)), data.draw(vllm_layouts(arch)), data.draw(st.sampled_from([2, 4]))
+    plan = Plan(a, b, 1, node)
+    labels = {layout: _labels(layout) for layout in (a, b)}
+    for rank in b.ranks:
+        wanted, here = labels[b][rank], labels[a].get(rank, torch.empty(0))
+        near = torch.cat([torch.empty(0), *(held for r, held in labels[a].items() if r // node == rank // node)])
+        assert plan.local_bytes(rank) == torch.isin(wanted, here).sum()
+        arrived = sum(n for (s, t), n in plan.traffic.items() if t == rank and s // node == rank // node)
+        assert arrived == torch.isin(wanted, near).sum()
+
+
+def _labels(layout: Layout) -> dict[int, torch.Tensor]:
+    """The labels of all weights that each rank holds; padding, which is 0, left out."""
+    held = shards(labelled(layout.arch), layout)
+    flat = {rank: torch.cat([tensor.flatten() for tensor in tensors.values()]) for rank, tensors in held.items()}
+    return {rank: labels[labels != 0] for rank, labels in flat.items()}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_equal_tensor_parallelism_moves_nothing(tp: int) -> None:
+    arch = toy(num_attention_heads=8, num_key_value_heads=4, vocab_size=500)
+    plan = make_plan(MegatronLayout(arch, tp, dp=2), VLLMLayout(arch, tp, tuple(range(2 * tp))))
+    assert plan.rounds(10**6) == 0
+    assert not any(plan.received_bytes(rank) for rank in range(2 * tp))
+
+
+def test_ranks_outside_the_rollout_still_send() -> None:
+    arch = toy(num_hidden_layers=3)
+    plan = make_plan(MegatronLayout(arch, pp=3), VLLMLayout(arch, 2, (1, 2)), itemsize=4)
+    assert plan.received_bytes(0) == plan.local_bytes(0) == 0
+    assert plan.targets(0) == [1, 2]
+    assert plan.sent_bytes(0) == sum(plan.traffic[0, rank] for rank in (1, 2)) * 4 > 0
+
+
+def test_replicas_share_the_sending() -> None:
+    arch = toy(num_hidden_layers=4)
+    plan = make_plan(MegatronLayout(arch, dp=4), VLLMLayout(arch, 1, (4, 5, 6, 7)), ranks_per_node=1)
+    assert {plan.sent_bytes(rank) for rank in range(4)} == {plan.received_bytes(4)}
+
+
+def test_a_plan_is_made_once() -> None:
+    arch = toy()
+    assert make_plan(MegatronLayout(arch, 2), VLLMLayout(arch)) is make_plan(
+        MegatronLayout(toy(), 2), VLLMLayout(toy())
+    )
+
+
+def test_rounds_keep_every_rank_under_the_cap() -> None:
+    arch = toy(num_attention_heads=8, num_key_value_heads=4)
+    plan = make_plan(MegatronLayout(arch, 4), VLLMLayout(arch, 1, (0,)), itemsize=4)
+    cap = 400
+    rounds = plan.rounds(cap)
+    largest = sum(-(-plan.traffic[rank, 0] // rounds) for rank in (1, 2, 3))
+    assert largest * 4 <= cap
+    assert rounds >= plan.received_bytes(0) / cap
+
+
+@dataclass(frozen=True)
+class Without(MegatronLayout):
+    """A layout that lost what `lost` names: a unit's canonical prefix, a tensor, or a shard."""
+
+    lost: Any = None
+
+    def units(self, rank: int) -> tuple[Unit, ...]:
+        return tuple(unit for unit in super().units(rank) if unit.canonical != self.lost)
+
+    def params(self, kind: str, shard: Any) -> tuple[Param, ...]:
+        return tuple(p for p in super().params(kind, 0 if self.lost == "shard" else shard) if self.lost not in p.name)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "where"),
+    [
+        (Without(toy(), 2, lost="model.layers.1."), VLLMLayout(toy()), "model.layers.1"),
+        (Without(toy(), 2, lost="linear_proj"), VLLMLayout(toy()), "self_attn.o_proj.weight: no source holds"),
+        (Without(toy(), 2, lost="shard"), VLLMLayout(toy()), "no source holds"),
+        (VLLMLayout(toy()), Without(toy(), 2, lost="model.layers.1."), "model.layers.1.*: the target has no place"),
+        (VLLMLayout(toy()), Without(toy(), 2, lost="fc2"), "mlp.down_proj.weight: the target has no place"),
+        (VLLMLayout(toy()), MegatronLayout(toy(head_dim=4)), "layouts of different models"),
+    ],
+)
+def test_gaps_are_errors_before_a_byte_moves(source: Layout, target: Layout, where: str) -> None:
+    with pytest.raises(UserError, match=where.replace("*", r"\*")):
+        make_plan(source, target)
+
+
+def test_an_uncovered_parameter_is_an_error() -> None:
+    @dataclass(frozen=True)
+    class Larger(VLLMLayout):
+        def params(self, kind: str, shard: Any) -> tuple[Param, ...]:
+            return tuple(p._replace(shape=(p.shape[0] + 1, *p.shape[1:])) for p in super().params(kind, shard))
+
+    with pytest.raises(UserError, match="does not cover each of its elements exactly once"):
+        make_plan(MegatronLayout(toy()), Larger(toy()))

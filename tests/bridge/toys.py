@@ -1,0 +1,98 @@
+"""Toy models whose every weight has a label of its own, and all ranks of a transfer simulated in one process."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.execute import Traffic, Transfer
+from megatron_bridge.families import Architecture, load_architecture
+from megatron_bridge.layouts import HFLayout, Layout
+from megatron_bridge.plan import Plan, make_plan
+
+Stores = dict[int, dict[str, Tensor]]  # rank -> parameter name -> tensor
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 16,
+    "vocab_size": 37,
+    "tie_word_embeddings": False,
+}
+
+
+def toy(**overrides: Any) -> Architecture:
+    """A small model; keywords are keys of its config.json."""
+    return load_architecture({**CONFIG, **overrides})
+
+
+def empty(layout: Layout, rank: int, dtype: torch.dtype = torch.int32, fill: int = -1) -> dict[str, Tensor]:
+    """A rank's tensors, filled with what no weight is."""
+    return {name: torch.full(param.shape, fill, dtype=dtype) for name, param in layout.parameters(rank).items()}
+
+
+def labelled(arch: Architecture, dtype: torch.dtype = torch.int32) -> dict[str, Tensor]:
+    """The Hugging Face tensors of a model, no two elements alike."""
+    tensors, label = {}, 1
+    for name, tensor in empty(HFLayout(arch, (0,)), 0).items():
+        tensors[name] = torch.arange(label, label + tensor.numel(), dtype=torch.int64).view(tensor.shape).to(dtype)
+        label += tensor.numel()
+    return tensors
+
+
+def rows(tensors: dict[str, Tensor], name: str, labels: Iterable[int]) -> None:
+    """Set each row of a tensor to its label."""
+    tensors[name].copy_(torch.tensor(list(labels)).view(-1, *[1] * (tensors[name].dim() - 1)).expand_as(tensors[name]))
+
+
+def transfer(plan: Plan, source: Stores, target: Stores, bucket_bytes: int = 2**20) -> dict[int, Traffic]:
+    """Run a plan on all ranks at once; only the collective is replaced, by copying messages between buckets."""
+    dtype = next(tensor.dtype for store in source.values() for tensor in store.values())
+    ranks = sorted(source.keys() | target.keys())
+    bound = {
+        r: Transfer(plan, source.get(r, {}), target.get(r, {}), rank=r, dtype=dtype, bucket_bytes=bucket_bytes)
+        for r in ranks
+    }
+    local = {r: bound[r].copy_local() for r in ranks}
+    received, sent = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+    for k in range(plan.rounds(bucket_bytes)):
+        messages = {}
+        for r in ranks:
+            bucket = bound[r].pack(k)
+            sizes = [stream[k].elements for stream in bound[r].sends.values()]
+            messages |= {(r, peer): part for peer, part in zip(bound[r].sends, bucket.split(sizes), strict=True)}
+            sent[r] += bucket.numel()
+            assert bucket.nbytes <= bucket_bytes
+        for r in ranks:
+            incoming = torch.cat([torch.empty(0, dtype=dtype), *(messages[peer, r] for peer in bound[r].receives)])
+            received[r] += bound[r].unpack(k, incoming)
+            assert incoming.nbytes <= bucket_bytes
+    for r in ranks:
+        bound[r].zero_padding()
+    size = dtype.itemsize
+    return {r: Traffic(local[r] * size, received[r] * size, sent[r] * size, 0.0) for r in ranks}
+
+
+def move(source_layout: Layout, source: Stores, target_layout: Layout, bucket_bytes: int = 2**20) -> Stores:
+    """The target's tensors after a transfer."""
+    dtype = next(tensor.dtype for store in source.values() for tensor in store.values())
+    target = {rank: empty(target_layout, rank, dtype) for rank in target_layout.ranks}
+    transfer(make_plan(source_layout, target_layout, itemsize=dtype.itemsize), source, target, bucket_bytes)
+    return target
+
+
+def shards(checkpoint: Mapping[str, Tensor], layout: Layout) -> Stores:
+    """A checkpoint's tensors as a layout's ranks hold them."""
+    return move(HFLayout(layout.arch, layout.ranks), {rank: dict(checkpoint) for rank in layout.ranks}, layout)
+
+
+def gathered(layout: Layout, stores: Stores) -> dict[str, Tensor]:
+    """A layout's weights as Hugging Face tensors, all written by one rank."""
+    first = layout.ranks[0]
+    target = HFLayout(layout.arch, (first,), owners=(first,) * len(HFLayout(layout.arch, (first,)).all_units))
+    return move(layout, stores, target)[first]
