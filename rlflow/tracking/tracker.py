@@ -1,0 +1,116 @@
+"""Records a run: times its phases, shows its progress, and writes metrics, samples and a summary to its folder.
+
+Every rank has a tracker and times its phases; only the main rank's writes and shows. Metrics come ready made: means
+over all ranks are the trainer's matter, and samples are those that the main rank was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlflow.batch import Sample
+from rlflow.config.schema import Config
+from rlflow.tracking.clock import StepClock
+from rlflow.tracking.console import Console, step_line
+from rlflow.tracking.records import Record, Records, read_records, summary
+from rlflow.tracking.writers import TensorBoard, WeightsAndBiases, Writer, write_samples
+
+RECENT_STEPS = 10  # steps that the time left is estimated from
+
+
+class Tracker:
+    """`begin(step)`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`."""
+
+    def __init__(self, config: Config, output_dir: Path | str, is_main: bool, total_steps: int) -> None:
+        self._config = config
+        self._run_dir = Path(output_dir)
+        self._is_main = is_main
+        self._total = total_steps
+        self._clock = StepClock()
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._console = Console(total_steps) if is_main and config.tracking.console else None
+        self._writers: list[Writer] = []  # opened when the first step is known
+        self._tensorboard: TensorBoard | None = None  # the writer that takes texts too
+
+    def begin(self, step: int) -> None:
+        """Start a step's clock."""
+        self._clock.begin()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of a step; phases do not nest."""
+        if self._console is not None:
+            self._console.phase(name)
+        with self._clock.phase(name):
+            yield
+
+    def end(self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+        """Stop the step's clock and record the step.
+
+        Adds `time/…`, `perf/response_tokens` and `perf/tokens_per_second`: response tokens over the whole step's time.
+        """
+        times = self._clock.end()
+        self._recent.append(times["time/step"])
+        if not self._is_main:
+            return
+        metrics = {**metrics, **times, **self._speed(metrics, times["time/step"])}
+        left = (self._total - step) * sum(self._recent) / len(self._recent)
+        self._record(step, metrics, left)
+        if samples:
+            self._record_samples(step, samples)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics measured outside of a step, such as those before the first."""
+        if self._is_main and metrics:
+            self._record(step, metrics, None)
+
+    def finish(self) -> Record:
+        """Write summary.json from everything recorded, earlier parts of a resumed run included; returns it."""
+        self.close()
+        if not self._is_main:
+            return {}
+        result = summary(read_records(self._run_dir))
+        (self._run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
+        return result
+
+    def close(self) -> None:
+        """Close what is open; also right after a failure."""
+        for writer in self._writers:
+            writer.close()
+        self._writers, self._tensorboard = [], None
+        if self._console is not None:
+            self._console.close()
+
+    def _speed(self, metrics: Mapping[str, float], seconds: float) -> Record:
+        if "train/response_length" not in metrics:
+            return {}
+        samples = self._config.trainer.prompts_per_step * self._config.rollout.n
+        tokens = samples * metrics["train/response_length"]
+        return {"perf/response_tokens": tokens, "perf/tokens_per_second": tokens / seconds}
+
+    def _record(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
+        for writer in self._writers or self._open(step):
+            writer.write(step, metrics)
+        if self._console is not None:
+            self._console.line(step_line(step, self._total, metrics, seconds_left), step)
+
+    def _record_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        write_samples(self._run_dir, step, samples, self._config.data.prompt_key)
+        if self._tensorboard is not None:
+            self._tensorboard.texts(step, samples[: self._config.tracking.samples_per_step])
+
+    def _open(self, first_step: int) -> list[Writer]:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        tracking = self._config.tracking
+        self._writers = [Records(self._run_dir, first_step)]
+        if tracking.tensorboard:
+            self._tensorboard = TensorBoard(self._run_dir, first_step)
+            self._writers.append(self._tensorboard)
+        if tracking.wandb:
+            self._writers.append(WeightsAndBiases(self._run_dir, tracking.wandb, dataclasses.asdict(self._config)))
+        return self._writers
