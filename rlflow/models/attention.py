@@ -141,5 +141,5 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInpu
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before, grouped heads needed no permission
         grouped["enable_gqa"] = query.shape[1] != key.shape[1]
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    out = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
+    out: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
     return out.flatten(1)

@@ -69,7 +69,7 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, shard, temperature)
             log_norm[rows], mean_logit = _normaliser(logits, shard, with_entropy)
             log_probs[rows] = _target_logits(logits, targets[rows], shard) - log_norm[rows]
-            if with_entropy:
+            if mean_logit is not None:
                 entropy[rows] = log_norm[rows] - mean_logit
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
@@ -132,10 +132,8 @@ def _target_logits(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor
     return shard.reduce(found)
 
 
-def _grad_logits(
-    log_softmax: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor | None, entropy: Tensor
-) -> Tensor:
-    """−p·(g + h·(log p + H)): the gradient of g·log p[target] + h·H, without the target's own + g. Overwrites its input."""
+def _grad_logits(log_softmax: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor | None, entropy: Tensor) -> Tensor:
+    """−p·(g + h·(log p + H)): the gradient of g·log p[target] + h·H but for the target's own + g. Overwrites its input."""
     if grad_entropy is None:
         return log_softmax.exp_().mul_(-grad_log_probs[:, None])
     slope = (log_softmax + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])

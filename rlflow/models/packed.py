@@ -1,6 +1,6 @@
-"""What travels with a packed micro-batch through megatron's layers: positions, attention plan, and what the head scores.
+"""What travels with a packed micro-batch through megatron's layers: rotation, attention plan, what the head scores.
 
-megatron hands its `packed_seq_params` unchanged to every layer; a subclass of it is the one carrier that needs no patch.
+megatron hands its `packed_seq_params` unchanged to every layer, so that a subclass of it carries all without a patch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class PackedInput(PackedSeqParams):
     scoring: Scoring = field(default=None)  # type: ignore[assignment]
 
 
-def pack_for_local_spec(micro_batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
+def pack_for_local_spec(
+    micro_batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype, scoring: Scoring
+) -> PackedInput:
     """Rotation and attention plan of a micro-batch that lies on its device already."""
     device = micro_batch.token_ids.device
     shares = any(prefix_end > prefix_start for prefix_start, prefix_end, _, _ in micro_batch.segments)

@@ -38,14 +38,15 @@ def has_transformer_engine() -> bool:
 
 
 class LogProbHead(ColumnParallelLinear):
-    """The output layer: scores the tokens that `PackedInput.scoring` names. float32 [R] log-probs, [R] or no entropies."""
+    """The output layer: scores the tokens that `PackedInput.scoring` names.
+
+    Returns float32 [R] log-probs, and entropies [R] where they were asked for, else None.
+    """
 
     vocab: int  # rows of the real vocabulary
     chunk_tokens: int
 
-    def forward(  # type: ignore[override]
-        self, hidden: Tensor, weight: Tensor | None, packed: PackedInput
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, weight: Tensor | None, packed: PackedInput) -> tuple[Tensor, Tensor | None]:
         """hidden: [T, 1, H], or this rank's part of the rows under sequence parallelism."""
         scoring = packed.scoring
         if self.sequence_parallel:
@@ -110,7 +111,7 @@ def build_policy(
 
 
 def _layer_spec(config: TransformerConfig) -> Any:
-    """Transformer Engine's layers where its fused rotation was asked for, else megatron's own with our modules in them."""
+    """Transformer Engine's layers where its fused rotation was asked for, else megatron's own with our modules."""
     if config.apply_rope_fusion:
         return get_gpt_layer_with_transformer_engine_spec()
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")

@@ -60,7 +60,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
-        return _rotated(grads[0], *ctx.saved_tensors, -1), None, None
+        cosines, sines = ctx.saved_tensors
+        return _rotated(grads[0], cosines, sines, -1), None, None
 
 
 def _rotated(states: Tensor, cosines: Tensor, sines: Tensor, direction: int) -> Tensor:

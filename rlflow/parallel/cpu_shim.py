@@ -67,18 +67,20 @@ def _patch_tensors() -> None:
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # An integer may be a device index, but megatron never moves by one and torch's own code passes no integers.
-        moved = ["cpu" if not isinstance(value, int) and _is_cuda(value) else value for value in args]
+        moved: list[Any] = ["cpu" if not isinstance(value, int) and _is_cuda(value) else value for value in args]
         return original_to(self, *moved, **kwargs)
 
     torch.Tensor.to = _on_cpu(to)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+
     # The optimizers compare type() with names such as 'torch.cuda.FloatTensor'.
-    torch.Tensor.type = lambda self, *args, **kwargs: (  # type: ignore[method-assign]
-        original_type(self, *args, **kwargs)
-        if args or kwargs
-        else original_type(self).replace("torch.", "torch.cuda.", 1)
-    )
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original_type(self, *args, **kwargs)
+        return original_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
 
 
 def _patch_megatron() -> None:

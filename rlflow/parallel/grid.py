@@ -1,7 +1,7 @@
 """The process groups of one role: a tensor × context × pipeline × data grid on any ranks, in any order of dimensions.
 
-A Grid only makes groups and answers questions about them. Whose groups megatron-core's globals show at a time is decided
-by `active`.
+A Grid only makes groups and answers questions about them. Whose groups megatron-core's globals show at a time is
+decided by `active`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class Grid:
             raise UserError("order", f"{order!r} must name each of {', '.join(DIMENSIONS)} once")
         data, rest = divmod(len(self.ranks), tensor * pipeline * context)
         if rest or not data:
-            raise UserError(
-                "ranks", f"{len(self.ranks)} ranks cannot hold tensor {tensor} × context {context} × pipeline {pipeline}"
-            )
+            shape = f"tensor {tensor} × context {context} × pipeline {pipeline}"
+            raise UserError("ranks", f"{len(self.ranks)} ranks cannot hold {shape}")
         self.sizes = {"tp": tensor, "cp": context, "ep": 1, "dp": data, "pp": pipeline}
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._layout = HyperCommGrid([self.sizes[name] for name in self.order], list(self.order))

@@ -1,0 +1,109 @@
+"""What a trained role has besides its model: megatron-core's gradient buffers and its sharded optimizer.
+
+Gradients are summed over data-parallel ranks, never averaged: losses arrive with global weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+from rlflow.config.schema import Optimizer
+from rlflow.models import PolicyModel
+from rlflow.parallel import Grid, active
+
+
+class Training:
+    """DistributedDataParallel around a model stage, and its DistributedOptimizer (AdamW, fp32 main parameters)."""
+
+    def __init__(self, model: PolicyModel, grid: Grid, settings: Optimizer, *, overlap: bool) -> None:
+        self.grid = grid
+        self.overlap = overlap and grid.dp > 1
+        dtype = model.config.params_dtype
+        with active(grid):
+            self.ddp = DistributedDataParallel(
+                model.config,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=True,
+                    overlap_grad_reduce=self.overlap,
+                    overlap_param_gather=self.overlap,
+                ),
+                model,
+                pg_collection=grid.groups,
+            )
+            config = OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                clip_grad=settings.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+                overlap_param_gather=self.overlap,
+            )
+            self.optimizer = get_megatron_optimizer(
+                config,
+                [self.ddp],
+                config_overrides=get_standard_config_overrides(config),
+                use_gloo_process_groups=False,
+                pg_collection=grid.groups,
+            )
+        _fuse(self.optimizer)
+        model.config.finalize_model_grads_func = self._finalize
+        if self.overlap:
+            model.config.no_sync_func = self.ddp.no_sync
+
+    def _finalize(self, models: list[Any], num_tokens: Any = None, **_: Any) -> None:
+        """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
+        finalize_model_grads(models, None, pg_collection=self.grid.groups)
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self, lr: float) -> float:
+        """One update with the gathered gradients; returns their global norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+        with active(self.grid):
+            _, grad_norm, _ = self.optimizer.step()
+        return float(grad_norm)
+
+    def gather_parameters(self) -> None:
+        """Complete the parameters now: with overlap they are gathered by the next forward only."""
+        if self.overlap:
+            self.ddp.start_param_sync(force_sync=True)
+
+    def reload(self) -> None:
+        """Take over model weights that were written from outside."""
+        self.optimizer.reload_model_params()
+
+
+def _fuse(optimizer: Any) -> None:
+    """Let torch's AdamW update each tensor in one pass; other implementations always do."""
+    for chained in optimizer.chained_optimizers:
+        if isinstance(chained.optimizer, torch.optim.AdamW):
+            for group in chained.optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+
+def join_as_outsider() -> None:
+    """What ranks outside the grid must do while the members make their optimizer.
+
+    megatron compares the parameter groups of all ranks of the default world, once for dense and once for expert ones.
+    """
+    for _ in range(2):
+        dist.all_gather_object([None] * dist.get_world_size(), [])
