@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from rlflow.config.check_files import evaluation_faults, file_faults, reward_faults, training_faults
 from rlflow.config.check_grid import batch_faults, grid_faults, length_faults, model_faults, read_model
-from rlflow.config.faults import Fault
+from rlflow.config.faults import Fault, independent
 from rlflow.config.schema import Config
 
 Purpose = Literal["train", "evaluate", "generate"]
@@ -29,8 +29,9 @@ GROUP_ADVANTAGES = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
 def check(config: Config, world_size: int | None, purpose: Purpose = "train") -> list[Fault]:
     """All faults of `config`, in the order of the schema; rules that need an unknown `world_size` are skipped."""
     assert purpose in get_args(Purpose)
+    out_of_range = list(range_faults(config))
     arch, faults = read_model(config)
-    faults += [*range_faults(config), *grid_faults(config, world_size), *file_faults(config)]
+    faults += [*grid_faults(config, world_size), *file_faults(config)]
     if arch is not None:
         faults += [*model_faults(config, arch), *length_faults(config, arch)]
     if purpose != "generate":
@@ -38,6 +39,7 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
     if purpose == "train":
         faults += [*algorithm_faults(config), *optimizer_faults(config)]
         faults += [*batch_faults(config, world_size), *training_faults(config)]
+    faults = out_of_range + independent(faults, out_of_range)
     order = {section.name: number for number, section in enumerate(fields(Config))}
     return sorted(faults, key=lambda fault: order[fault.key.partition(".")[0]])
 

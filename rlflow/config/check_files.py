@@ -57,7 +57,7 @@ def reward_faults(config: Config) -> Iterator[Fault]:
 
     if not any(reward.weight for reward in config.rewards):
         yield Fault("rewards", None, "at least one reward with a weight other than 0 must be given")
-    names = [reward.function if reward.name is None else reward.name for reward in config.rewards]
+    names = [reward.label for reward in config.rewards]
     for number, reward in enumerate(config.rewards):
         try:
             resolve(reward)

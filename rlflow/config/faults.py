@@ -30,6 +30,17 @@ def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
     return by_lower[found[0]] if found else None
 
 
+def independent(faults: Iterable[Fault], earlier: Iterable[Fault]) -> list[Fault]:
+    """The `faults` of rules that read no key, nor section, which an `earlier` fault has shown to be wrong by itself."""
+    wrong = {fault.key for fault in earlier}
+    return [fault for fault in faults if not any(_within(key, wrong) for key in (fault.key, *fault.also))]
+
+
+def _within(key: str, wrong: set[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in wrong for end in range(1, len(parts) + 1))
+
+
 def refuse(source: str, faults: Sequence[Fault]) -> None:
     """Raise one UserError that lists all `faults` found in `source`; return where there are none."""
     if faults:

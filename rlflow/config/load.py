@@ -15,7 +15,7 @@ import yaml
 from rlflow.config.check import Purpose, check
 from rlflow.config.convert import Text, build
 from rlflow.config.document import parse, write
-from rlflow.config.faults import Fault, refuse
+from rlflow.config.faults import Fault, independent, refuse
 from rlflow.config.schema import Config
 from rlflow.errors import UserError
 
@@ -42,9 +42,7 @@ def assemble(
 ) -> Config:
     """As `load`, from the plain mapping of a file."""
     config, faults = interpret(tree, overrides)
-    known = {fault.key for fault in faults}
-    follow_ups = check(config, world_size, purpose)
-    refuse(source, faults + [fault for fault in follow_ups if known.isdisjoint(_with_sections(fault))])
+    refuse(source, faults + independent(check(config, world_size, purpose), faults))
     return resolve(config)
 
 
@@ -76,22 +74,13 @@ def resolve(config: Config) -> Config:
         model = replace(model, tokenizer=model.path)
     if rollout.dtype is None:
         rollout = replace(rollout, dtype=model.dtype)
-    rewards = tuple(
-        replace(reward, name=reward.function.rpartition(":")[2] if reward.name is None else reward.name)
-        for reward in config.rewards
-    )
+    rewards = tuple(replace(reward, name=reward.label) for reward in config.rewards)
     return replace(config, model=model, rollout=rollout, rewards=rewards)
 
 
 def dump(config: Config) -> str:
     """YAML text that loads as an equal configuration, whatever the environment."""
     return write(_escape(asdict(config)))
-
-
-def _with_sections(fault: Fault) -> set[str]:
-    """The keys that a rule reads, and what they stand in: none of them can be judged where one was not understood."""
-    keys = (fault.key, *fault.also)
-    return {key[:end] for key in keys for end in (*(at for at, letter in enumerate(key) if letter == "."), len(key))}
 
 
 def _override(tree: dict[str, Any], override: str, faults: list[Fault]) -> dict[str, Any]:

@@ -166,6 +166,11 @@ class Reward:
     name: str | None = key("Name in metrics; null: the function's.", None)
     args: dict[str, Any] = field(default_factory=dict, metadata={"doc": "Keyword arguments of the function."})
 
+    @property
+    def label(self) -> str:
+        """Its name in metrics."""
+        return self.function.rpartition(":")[2] if self.name is None else self.name
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -195,7 +200,7 @@ class Trainer:
     resume: str = key("`auto`: the newest complete checkpoint of the run, `never`, or a checkpoint's folder.", "auto")
     keep: int = key("Newest checkpoints to keep; 0: all.", 2, minimum=0, known_as=("save_total_limit", "max_keep"))
     output_dir: str = key("Folder of the run; needed to train.", "", known_as=("default_local_dir",))
-    timeout_seconds: float = key("Longest wait in any collective, vLLM's too.", 600, above=0, known_as=("timeout",))
+    timeout_seconds: float = key("Longest wait in any collective, vLLM's too.", 600.0, above=0, known_as=("timeout",))
     export: bool = key("Write the trained model as a Hugging Face folder at the end.", True)
 
 

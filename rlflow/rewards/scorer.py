@@ -38,7 +38,7 @@ class Scorer:
     """The rewards of a run; counts the errors of its functions and stops the run where they are no exception."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
-        self.sources = [Source(_name(reward), resolve(reward), reward.weight) for reward in rewards]
+        self.sources = [Source(reward.label, resolve(reward), reward.weight) for reward in rewards]
         self._failed: deque[bool] = deque(maxlen=RECENT_SCORES)
 
     def score(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -94,10 +94,6 @@ def score_sums(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
 def means(sums: dict[str, tuple[float, int]]) -> dict[str, float]:
     """The means behind `score_sums`: values that are missing or not finite are left out, not counted as 0."""
     return {name: total / count for name, (total, count) in sums.items() if count}
-
-
-def _name(reward: Reward) -> str:
-    return reward.function.rpartition(":")[2] if reward.name is None else reward.name
 
 
 def _read(name: str, result: Any) -> tuple[float | None, dict[str, float]]:

@@ -1,0 +1,292 @@
+"""Every rule between keys: one change to a good configuration, and the fault that names it."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rlflow.config import Algorithm, assemble, load
+from rlflow.config.check import GROUP_ADVANTAGES, Purpose
+from rlflow.errors import UserError
+from tests.config.examples import QWEN, ROOT, tree, write_data
+
+
+def faults(
+    folder: Path, *overrides: str, world_size: int | None = None, purpose: Purpose = "train", **sections: Any
+) -> list[str]:
+    """The faults of the example with `overrides`, and with the keys of `sections` set as in a file."""
+    config = tree(folder)
+    for name, keys in sections.items():
+        config[name] = {**config[name], **keys} if isinstance(keys, dict) else keys
+    try:
+        assemble(config, overrides, world_size=world_size, purpose=purpose)
+    except UserError as error:
+        return [line.strip() for line in error.message.splitlines()[1:]]
+    return []
+
+
+def test_the_example_is_good(tmp_path: Path) -> None:
+    for world_size in (None, 1, 2, 8):
+        assert faults(tmp_path, world_size=world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=-1", "optimizer.lr = -1.0: must be at least 0; nearest: 0"),
+        ("optimizer.beta2=1", "optimizer.beta2 = 1.0: must be below 1"),
+        ("rollout.temperature=0", "rollout.temperature = 0.0: must be above 0"),
+        ("rollout.sleep_level=3", "rollout.sleep_level = 3: must be at most 2; nearest: 2"),
+        ("algorithm.dual_clip=1", "algorithm.dual_clip = 1.0: must be above 1"),
+        ("trainer.steps=0", "trainer.steps = 0: must be at least 1; nearest: 1"),
+        ("rollout.top_k=0", "rollout.top_k = 0: must be -1 (all tokens) or at least 1; nearest: -1"),
+        ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: must be at most optimizer.lr = 1e-06; nearest: 1e-06"),
+        ("optimizer.min_lr=1e-7", "optimizer.min_lr = 1e-07: a constant schedule does not read it; nearest: 0.0"),
+        ("optimizer.warmup_steps=11", "optimizer.warmup_steps = 11: must be at most trainer.steps = 10; "
+                                      "nearest: 10"),
+        ("evaluation.n=2", "evaluation.n = 2: greedy decoding gives the same response each time; set "
+                           "evaluation.temperature above 0; nearest: 1"),
+        ("rollout.stop_token_ids=[152064]", "rollout.stop_token_ids = 152064: must be in the vocabulary: 0 to 152063"),
+        ("actor.sequence_parallel=true", "actor.sequence_parallel = true: needs actor.tensor_parallel_size above 1; "
+                                         "nearest: false"),
+        ("actor.order=tp-dp-pp", "actor.order = tp-dp-pp: must name each of tp, cp, ep, dp, pp once; "
+                                 "nearest: tp-cp-ep-dp-pp"),
+        ("trainer.resume=atuo", "trainer.resume = atuo: must be auto, never or the folder of a checkpoint; "
+                                "nearest: auto"),
+        ("trainer.prompts_per_step=100", "trainer.prompts_per_step"),
+    ],
+)  # fmt: skip
+def test_one_key(tmp_path: Path, override: str, message: str) -> None:
+    found = faults(tmp_path, override, world_size=3 if override.endswith("=100") else 2)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+def test_heads_must_divide_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """cases.md H05: 28 heads over 8 ranks, in trainer and engine; the nearest size is one that 4 kv heads allow."""
+    overrides = ("actor.tensor_parallel_size=8", "rollout.tensor_parallel_size=8")
+    rule = "28 attention heads do not divide over 8: divisors are 1, 2, 4, 7, 14, 28; nearest: 4"
+    assert faults(tmp_path, *overrides, world_size=8) == [
+        f"actor.tensor_parallel_size = 8: {rule}",
+        "actor.tensor_parallel_size = 8: 4 key-value heads do not divide over 8: divisors are 1, 2, 4; nearest: 4",
+        f"rollout.tensor_parallel_size = 8: {rule}",
+    ]
+
+
+def test_vllm_copies_key_value_heads_but_megatron_does_not(tmp_path: Path) -> None:
+    model = {**json.loads((QWEN / "config.json").read_text()), "num_attention_heads": 12, "head_dim": 128}
+    for kv_heads in (2, 6):
+        folder = tmp_path / f"kv{kv_heads}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**model, "num_key_value_heads": kv_heads}))
+    two, six = f"model.path={tmp_path}/kv2", f"model.path={tmp_path}/kv6"
+    assert faults(tmp_path, two, "rollout.tensor_parallel_size=4", world_size=4) == []
+    assert faults(tmp_path, two, "actor.tensor_parallel_size=4", world_size=4) == [
+        "actor.tensor_parallel_size = 4: 2 key-value heads do not divide over 4: divisors are 1, 2; nearest: 2"
+    ]
+    assert faults(tmp_path, six, "rollout.tensor_parallel_size=4", world_size=4) == [
+        "rollout.tensor_parallel_size = 4: 6 key-value heads neither divide over 4 ranks nor are divided by them: "
+        "valid are 1, 2; nearest: 2"
+    ]
+
+
+def test_layers_must_divide_over_stages(tmp_path: Path) -> None:
+    """cases.md A09."""
+    (fault,) = faults(tmp_path, "actor.pipeline_parallel_size=3", world_size=3)
+    rule = "28 layers do not divide over 3: divisors are 1, 2, 4, 7, 14, 28; nearest: 4"
+    assert fault == f"actor.pipeline_parallel_size = 3: {rule}"
+
+
+def test_the_world_must_divide_into_grids(tmp_path: Path) -> None:
+    grid = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "rollout.tensor_parallel_size=4")
+    assert faults(tmp_path, *grid, world_size=8) == []
+    assert faults(tmp_path, *grid, world_size=6) == [
+        "actor.tensor_parallel_size = 2: 6 ranks do not divide into blocks of TP × PP = 4",
+        "rollout.tensor_parallel_size = 4: 6 ranks do not divide into vLLM replicas of 4; nearest: "
+        "rollout.tensor_parallel_size = 2",
+    ]
+
+
+def test_lists_of_ranks(tmp_path: Path) -> None:
+    assert faults(tmp_path, "rollout.ranks=[0, 1]", "rollout.tensor_parallel_size=2", world_size=4) == []
+    assert faults(tmp_path, "rollout.ranks=[0, 2]", world_size=2) == [
+        "rollout.ranks = [0, 2]: the job has the ranks 0 to 1; nearest: all"
+    ]
+    for ranks in ("[]", "[0, 0]", "[-1]"):
+        (fault,) = faults(tmp_path, f"actor.ranks={ranks}", world_size=2)
+        assert fault == f"actor.ranks = {ranks}: must be different ranks, at least one; nearest: all"
+
+
+def test_batch_arithmetic(tmp_path: Path) -> None:
+    """cases.md H04: 8 ranks, TP2 PP2 so DP2, 4 mini-batches, 6 prompts, n 2: 12 % 8 = 4."""
+    overrides = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "algorithm.mini_batches=4")
+    batch = ("rollout.n=2", "trainer.prompts_per_step=6")
+    assert faults(tmp_path, *overrides, *batch, world_size=8) == [
+        "trainer.prompts_per_step = 6: 6 prompts × 2 responses = 12 samples do not divide over "
+        "4 mini-batches × 2 data-parallel ranks = 8; nearest: 4 or 8"
+    ]
+    assert faults(tmp_path, *overrides, "rollout.n=2", "trainer.prompts_per_step=8", world_size=8) == []
+
+
+@pytest.mark.parametrize("advantage", GROUP_ADVANTAGES)
+def test_groups_of_one_have_nothing_to_compare(tmp_path: Path, advantage: str) -> None:
+    """cases.md B16."""
+    (fault,) = faults(tmp_path, "rollout.n=1", f"algorithm.advantage={advantage}")
+    assert fault == f"rollout.n = 1: {advantage} compares the responses to a prompt and needs at least 2; nearest: 2"
+    assert faults(tmp_path, "rollout.n=1", "algorithm.advantage=reinforce_plus_plus") == []
+
+
+def test_k1_in_the_loss(tmp_path: Path) -> None:
+    k1 = ("algorithm.kl_estimator=k1", "algorithm.kl_coef=0.1")
+    (fault,) = faults(tmp_path, *k1)
+    assert fault.startswith("algorithm.kl_estimator = k1: k1 in the loss")
+    assert fault.endswith("nearest: k1-straight-through")
+    assert faults(tmp_path, *k1, "algorithm.kl_in=reward") == []
+    assert faults(tmp_path, k1[0]) == []
+    assert faults(tmp_path, "algorithm.kl_estimator=k1-straight-through", k1[1]) == []
+
+
+def test_aggregation_length(tmp_path: Path) -> None:
+    """cases.md B13: the divisor comes from the configuration, never from padding."""
+    normed = "algorithm.aggregation=seq-mean-token-sum-norm"
+    (missing,) = faults(tmp_path, normed)
+    assert missing.startswith("algorithm.aggregation_length = null: ")
+    assert missing.endswith("nearest: 512")
+    assert faults(tmp_path, normed, "algorithm.aggregation_length=512") == []
+    (unread,) = faults(tmp_path, "algorithm.aggregation_length=512")
+    assert "token-mean does not read it" in unread
+
+
+@pytest.mark.parametrize("truncation", ["rollout.top_p=0.9", "rollout.top_k=20"])
+def test_truncated_sampling_needs_a_correction(tmp_path: Path, truncation: str) -> None:
+    """cases.md B20."""
+    (fault,) = faults(tmp_path, truncation)
+    assert "set algorithm.importance_correction" in fault
+    assert faults(tmp_path, truncation, "algorithm.importance_correction=tis") == []
+    assert faults(tmp_path, truncation, purpose="generate") == []
+
+
+def test_lengths_must_fit_the_model(tmp_path: Path) -> None:
+    assert faults(tmp_path, "rollout.max_prompt_length=2048", "rollout.max_response_length=30720") == []
+    assert faults(tmp_path, "rollout.max_prompt_length=2048", "rollout.max_response_length=30721") == [
+        "rollout.max_response_length = 30721: with rollout.max_prompt_length = 2048 it is 32769 tokens; the model has "
+        "32768; nearest: 30720"
+    ]
+
+
+def test_models_that_cannot_be_used_are_one_more_fault(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    for path, words in ((tmp_path / "none", "no config.json"), (tmp_path, "model_type 'gpt2' is not one of")):
+        found = faults(tmp_path, f"model.path={path}", "rollout.n=0")
+        assert len(found) == 2
+        assert found[0].startswith(f"model.path = {path}: ")
+        assert words in found[0]
+
+
+def test_data_files(tmp_path: Path) -> None:
+    table = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 9, "label": [1] * 9}), table)
+    assert faults(tmp_path, f"data.train={table}") == [
+        f"data.answer_key = answer: no such column in {table}, which has prompt, label"
+    ]
+    found = faults(tmp_path, f"data.train={table}", "data.answer_key=label", "trainer.prompts_per_step=10",
+                   "data.evaluation=null")  # fmt: skip
+    assert found == [f"data.train = {table}: has 9 rows, fewer than the 10 of a step"]
+    assert faults(tmp_path, "data.train=none.csv")[0].startswith("data.train = none.csv: unknown file format")
+    assert faults(tmp_path, "data.train=none.jsonl") == ["data.train = none.jsonl: no such file"]
+    assert faults(tmp_path, "data.evaluation=none.jsonl") == ["data.evaluation = none.jsonl: no such file"]
+
+
+def test_a_missing_column_is_named_with_its_nearest(tmp_path: Path) -> None:
+    """cases.md D03."""
+    data = write_data(tmp_path / "d.jsonl")
+    found = faults(tmp_path, f"data.train={data}", "data.prompt_key=promt", "data.evaluation=null")
+    assert found == [f"data.prompt_key = promt: no such column in {data}, which has prompt, answer; nearest: prompt"]
+
+
+def test_what_training_needs_and_generating_does_not(tmp_path: Path) -> None:
+    bare = {"data": {"train": ""}, "trainer": {"output_dir": ""}, "rewards": []}
+    keys = [fault.partition(":")[0] for fault in faults(tmp_path, **bare)]
+    assert keys == ["data.train", "rewards", "trainer.output_dir"]
+    assert faults(tmp_path, purpose="generate", **bare) == []
+    keys = [fault.partition(":")[0] for fault in faults(tmp_path, "data.evaluation=null", purpose="evaluate", **bare)]
+    assert keys == ["data.evaluation", "rewards"]
+
+
+def test_evaluation_needs_a_file(tmp_path: Path) -> None:
+    assert faults(tmp_path, "data.evaluation=null", "evaluation.every=5") == [
+        "data.evaluation: must be given: the held-out file, for evaluation.every = 5"
+    ]
+
+
+def test_output_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (fault,) = faults(tmp_path, f"trainer.output_dir={tmp_path}/file/run")
+    assert fault.endswith("/file is a file")
+
+
+def test_system_prompt_needs_a_template(tmp_path: Path) -> None:
+    found = faults(tmp_path, "data.system_prompt=Hello", "data.chat_template=false")
+    assert found == ["data.chat_template = false: only a chat template can hold it; nearest: true"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"function": "exact_match"}, "rewards.0.function: 'exact_match' must be written module:function; nearest: "
+                                      "rlflow.rewards:exact_match"),
+        ({"function": "nowhere:f"}, "rewards.0.function: importing nowhere failed: ModuleNotFoundError: No module "
+                                    "named 'nowhere'"),
+        ({"function": "rlflow.rewards:exact_mach"}, "rewards.0.function: rlflow.rewards has no function exact_mach; "
+                                                    "nearest: exact_match"),
+        ({"function": "rlflow.rewards:exact_match", "args": {"ignore_cas": True}},
+         "rewards.0.args: rlflow.rewards:exact_match takes no argument ignore_cas; nearest: ignore_case"),
+        ({"function": "os.path:isdir"}, "rewards.0.function: os.path:isdir must be callable as"),
+        ({"function": "rlflow.rewards:exact_match", "weight": 0}, "rewards: at least one reward with a weight"),
+    ],
+)  # fmt: skip
+def test_rewards_that_cannot_be_used(tmp_path: Path, reward: dict[str, Any], message: str) -> None:
+    (fault,) = faults(tmp_path, rewards=[reward])
+    assert fault.startswith(message)
+
+
+def test_rewards_need_different_names(tmp_path: Path) -> None:
+    twice = [{"function": "rlflow.rewards:math"}, {"function": "rlflow.rewards:math"}]
+    assert faults(tmp_path, rewards=twice) == ["rewards.1.name = math: is the name of rewards.0 too"]
+
+
+def test_the_two_node_recipe_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At world size 16, as it says itself; without model and data every absent thing is named."""
+    recipe = ROOT / "configs/qwen2.5-7b-2x8a100.yaml"
+    for name in ("train", "test"):
+        table = pyarrow.table({"prompt": ["1 + 1"] * 256, "answer": ["2"] * 256})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    monkeypatch.setenv("MODEL", str(QWEN))
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.setenv("RUNS", str(tmp_path))
+    config = load(recipe, world_size=16)
+    assert (config.trainer.prompts_per_step, config.optimizer.lr) == (128, 1e-6)
+    monkeypatch.setenv("MODEL", "/nowhere")
+    monkeypatch.delenv("DATA")
+    with pytest.raises(UserError) as raised:
+        load(recipe, world_size=16)
+    assert [line.split()[0].rstrip(":") for line in raised.value.message.splitlines()[1:]] == [
+        "data.train", "data.evaluation", "model.path",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "registry"),
+    [
+        ("advantage", "advantage"), ("policy_loss", "policy_loss"), ("aggregation", "aggregation"),
+        ("kl_estimator", "kl_estimator"),
+    ],
+)  # fmt: skip
+def test_names_of_algorithms_are_those_registered(key: str, registry: str) -> None:
+    """The schema lists them, so that a check needs no torch."""
+    from rlflow import algorithms
+
+    assert sorted(get_args(get_type_hints(Algorithm)[key])) == getattr(algorithms, registry).names()

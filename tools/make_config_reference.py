@@ -1,0 +1,69 @@
+"""Writes docs/configuration.md from the dataclasses that declare the keys.
+
+usage: python tools/make_config_reference.py
+"""
+
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from rlflow.config.document import write
+from rlflow.config.names import sections
+
+HEAD = "| key | type | default | meaning |\n|---|---|---|---|"
+NAMES = {str: "text", int: "whole number", float: "number", bool: "boolean", NoneType: "`null`"}
+SIGNS = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
+TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
+INTRODUCTION = """\
+# Configuration
+
+A run is described by one YAML file of the sections below; `section.key=value` on the command line goes before it, and
+reaches into lists too (`rewards.0.weight=2`). `${NAME}` and `${NAME:-default}` in a value are taken from the
+environment, `$${` stands for `${`. `rlflow check CONFIG --world-size N` reports everything that is wrong at once, each
+with the rule and the nearest valid key or value, without loading a model. The configuration as it runs, defaults
+included, is saved with the run.
+
+This page is written by `tools/make_config_reference.py` from `rlflow/config/schema.py`.
+"""
+
+
+def reference() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for name, section in sections().items():
+        parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n", HEAD]
+        hints = get_type_hints(section)
+        parts += [
+            f"| `{item.name}` | {_type(hints[item.name])}{_limits(item)} | {_default(item)} | {item.metadata['doc']} |"
+            for item in fields(section)
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _type(hint: Any) -> str:
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in options)
+    if get_origin(hint) is tuple:
+        return f"list of {_type(options[0])}s"
+    if get_origin(hint) is dict:
+        return "mapping"
+    if options:
+        return " or ".join(_type(option) for option in options)
+    return NAMES[hint]
+
+
+def _default(item: Field) -> str:
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    if default is MISSING:
+        return "needed"
+    return f"`{write([default] if default != () else [[]]).strip().removeprefix('- ')}`"
+
+
+def _limits(item: Field) -> str:
+    return "".join(f" {SIGNS[name]} {limit}" for name, limit in item.metadata.get("limits", {}).items())
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference(), encoding="utf-8")
