@@ -113,7 +113,9 @@ def together(action: Callable[[], Result], group: dist.ProcessGroup | None) -> R
         failure = error
     failures: list[Exception | None] = [failure]
     if dist.is_initialized():
-        told = failure if failure is None or isinstance(failure, UserError) else RuntimeError(repr(failure))
+        told: Exception | None = failure
+        if failure is not None and not isinstance(failure, UserError):
+            told = RuntimeError(f"rank {dist.get_rank(group)} failed: {failure!r}")
         failures = [None] * dist.get_world_size(group)
         dist.all_gather_object(failures, told, group=group)
     for raised in (failure, *failures):
