@@ -2,17 +2,17 @@
 
 from rlflow.algorithms.advantages import Advantages, Scored, advantage, compute_advantages, group_metrics
 from rlflow.algorithms.aggregation import Totals, aggregation, aggregation_weights
-from rlflow.algorithms.kl import KLCoefficient, kl_estimator
+from rlflow.algorithms.kl import adapted_kl_coef, kl_estimator
 from rlflow.algorithms.metrics import combine, is_maximum, summarize
 from rlflow.algorithms.objective import PolicyObjective
 from rlflow.algorithms.policy_losses import policy_loss
 
 __all__ = [
     "Advantages",
-    "KLCoefficient",
     "PolicyObjective",
     "Scored",
     "Totals",
+    "adapted_kl_coef",
     "advantage",
     "aggregation",
     "aggregation_weights",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,16 +42,7 @@ def k1_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return carrier + (k1(log_probs, ref_log_probs) - carrier).detach()
 
 
-@dataclass
-class KLCoefficient:
-    """The weight β of the KL term; trainer state where a target makes it adaptive (Ziegler et al. 2019)."""
-
-    value: float
-    target: float | None = None  # None: fixed
-    horizon: int = 10000
-
-    def update(self, kl: float, sequences: int) -> None:
-        """β ·= 1 + clip(KL/target − 1, ±0.2) · sequences/horizon."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * sequences / self.horizon
+def adapted_kl_coef(kl_coef: float, kl: float, sequences: int, *, target: float = 0.1, horizon: int = 10000) -> float:
+    """The coefficient after a step: β · (1 + clip(KL/target − 1, ±0.2) · sequences/horizon) (Ziegler et al. 2019)."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * sequences / horizon)

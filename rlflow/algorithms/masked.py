@@ -20,15 +20,6 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    return masked(values, mask).sum()
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the mask; 0 where the mask is empty."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
-
-
 def whiten(values: Tensor, mask: Tensor, reduce: Reduce = on_one_rank) -> Tensor:
     """(x − mean) / sqrt(sample variance + 1e-8) over the mask on all ranks; 0 outside it.
 

@@ -3,7 +3,7 @@
 from rlflow.batch.balance import assign, balance
 from rlflow.batch.batch import Batch
 from rlflow.batch.packing import MicroBatch, pack
-from rlflow.batch.planning import agreed_count, plan_micro_batches
+from rlflow.batch.planning import plan_micro_batches
 from rlflow.batch.ragged import Ragged
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.batch.sizes import Sizes
@@ -17,7 +17,6 @@ __all__ = [
     "Ragged",
     "Sample",
     "Sizes",
-    "agreed_count",
     "assign",
     "balance",
     "catalogue",

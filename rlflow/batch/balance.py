@@ -44,17 +44,15 @@ def _merge(left: list[_Part], right: list[_Part]) -> list[_Part]:
     return sorted(joined, key=lambda part: (-part[0], part[1]))
 
 
-def assign(
-    sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool, equal_counts: bool = False
-) -> list[list[int]]:
+def assign(sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool) -> list[list[int]]:
     """Samples of each data-parallel rank, balanced by the work of a model of this hidden size.
 
     Where prompts are shared the samples of a prompt stay together; if that leaves the ranks uneven, groups are cut into
     halves, quarters, … and the cut whose busiest rank has least to do is taken, its repeated prompts included.
     """
-    if not share_prompts or equal_counts:
+    if not share_prompts:
         costs = [sizes.cost([sample], False, hidden) for sample in range(len(sizes))]
-        return balance(costs, ranks, equal_counts=equal_counts)
+        return balance(costs, ranks)
     groups = sizes.by_group()
     largest = max((len(group) for group in groups), default=1)
     best: list[list[int]] = []

@@ -1,4 +1,7 @@
-"""Plan micro-batches: which samples one forward takes, and how many forwards every data-parallel rank makes."""
+"""Plan micro-batches: which samples one forward takes.
+
+That all data-parallel ranks make as many forwards is the engine's matter: it asks for the greatest count of any rank.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,6 @@ def plan_micro_batches(
             bins = even
     bins = bins + [[] for _ in range(wanted - len(bins))]
     return [sorted(sample for unit in members for sample in units[unit]) for members in bins]
-
-
-def agreed_count(sizes: Sizes, parts: Sequence[Sequence[int]], budget_tokens: int, *, share_prompts: bool) -> int:
-    """Micro-batches that every rank must run, as many as the busiest needs; `parts` are the samples of each rank."""
-    plans = [plan_micro_batches(sizes.select(part), budget_tokens, share_prompts=share_prompts) for part in parts]
-    return max((len(plan) for plan in plans), default=0)
 
 
 def _units(sizes: Sizes, budget_tokens: int, share_prompts: bool) -> list[list[int]]:

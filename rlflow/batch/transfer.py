@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,12 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self.owners)
 
+    @cached_property
+    def groups(self) -> list[int]:
+        return self.samples["group"].tolist()
+
     def sizes(self) -> Sizes:
-        return Sizes(self.prompt_lengths.tolist(), self.response_lengths.tolist(), self.samples["group"].tolist())
+        return Sizes(self.prompt_lengths.tolist(), self.response_lengths.tolist(), self.groups)
 
     def held_by(self, rank: int, numbers: Sequence[int]) -> list[int]:
         """Those of the given samples that the rank holds, in the given order."""
@@ -40,8 +45,7 @@ class Catalogue:
 
     def first_of_groups(self, numbers: Sequence[int]) -> list[int]:
         """The first of the given samples of each group: they stand for the prompts."""
-        groups = self.samples["group"].tolist()
-        return list({groups[number]: number for number in reversed(numbers)}.values())
+        return list({self.groups[number]: number for number in reversed(numbers)}.values())
 
 
 def catalogue(batch: Batch, group: dist.ProcessGroup | None = None) -> Catalogue:
@@ -131,12 +135,11 @@ def _exchange_prompts(
 
 def _prompt_rows(known: Catalogue, incoming: Sequence[Sequence[int]]) -> Tensor:
     """Rows of the arriving samples' prompts among those of `_exchange_prompts`."""
-    groups = known.samples["group"].tolist()
     rows: list[int] = []
     offset = 0
     for part in incoming:
-        row_of = {groups[number]: offset + row for row, number in enumerate(known.first_of_groups(part))}
-        rows += [row_of[groups[number]] for number in part]
+        row_of = {known.groups[number]: offset + row for row, number in enumerate(known.first_of_groups(part))}
+        rows += [row_of[known.groups[number]] for number in part]
         offset += len(row_of)
     return torch.tensor(rows, dtype=torch.int64)
 

@@ -23,7 +23,8 @@ class StepClock:
         self._start: float | None = None
         self._last_end: float | None = None
         self._seconds: dict[str, float] = {}
-        self._running: str | None = None
+        self._running = False
+        self.current = "start"  # what is being done, or was when an exception left the phase
 
     def begin(self) -> None:
         now = self._now()
@@ -33,16 +34,17 @@ class StepClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the seconds inside for `name`; a phase that comes twice in a step adds up. RuntimeError if nested."""
-        if self._running is not None:
-            raise RuntimeError(f"phase {name} begins inside phase {self._running}: its time would count twice")
-        self._running = name
+        if self._running:
+            raise RuntimeError(f"phase {name} begins inside phase {self.current}: its time would count twice")
+        self._running, self.current = True, name
         start = self._now()
         try:
             yield
             wait_for_device()
+            self.current = f"after {name}"
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
-            self._running = None
+            self._running = False
 
     def end(self) -> dict[str, float]:
         """Seconds as `time/step`, each `time/<phase>`, and `time/other` for what no phase covers."""

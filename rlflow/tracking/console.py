@@ -73,4 +73,5 @@ class Console:
         )
         self._progress.add_task("", total=self._total)
         self._progress.start()
+        self._console.show_cursor(True)  # a process that is killed cannot show it again
         return self._progress

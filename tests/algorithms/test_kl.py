@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlflow.algorithms import KLCoefficient, kl_estimator
+from rlflow.algorithms import adapted_kl_coef, kl_estimator
 
 ZERO = torch.zeros(())
 
@@ -44,15 +44,7 @@ def test_straight_through_has_the_gradient_of_k2():
 
 
 def test_adaptive_coefficient_follows_the_target():
-    """β ·= 1 + clip(KL/target − 1, ±.2)·n/horizon: twice the target and 1000 sequences: 1 + .2·.1."""
-    coefficient = KLCoefficient(0.1, target=0.1)
-    coefficient.update(kl=0.2, sequences=1000)
-    assert coefficient.value == pytest.approx(0.102)
-    coefficient.update(kl=0.09, sequences=1000)
-    assert coefficient.value == pytest.approx(0.102 * (1 - 0.1 * 0.1))
-
-
-def test_fixed_coefficient_stays():
-    coefficient = KLCoefficient(0.1)
-    coefficient.update(kl=5.0, sequences=1000)
-    assert coefficient.value == 0.1
+    """algorithms.md: β ·= 1 + clip(KL/target − 1, ±.2)·n/horizon; at twice the target and n = 1000: 1 + .2·.1."""
+    assert adapted_kl_coef(0.1, kl=0.2, sequences=1000) == pytest.approx(0.102)
+    assert adapted_kl_coef(0.1, kl=0.09, sequences=1000) == pytest.approx(0.1 * (1 - 0.1 * 0.1))
+    assert adapted_kl_coef(0.1, kl=0.0, sequences=1000) == pytest.approx(0.098)

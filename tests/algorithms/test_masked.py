@@ -5,24 +5,21 @@ import math
 import pytest
 import torch
 
-from rlflow.algorithms.masked import masked_mean, masked_sum, whiten
+from rlflow.algorithms import Totals, aggregation_weights
+from rlflow.algorithms.masked import masked, whiten
 
 
 def test_nan_outside_the_mask_reaches_neither_result_nor_gradient():
-    """cases.md B01."""
+    """cases.md B01: x = [1, nan, 3], mask = [1, 0, 1]: sum 4, mean 2."""
     values = torch.tensor([1.0, math.nan, 3.0], requires_grad=True)
-    mask = torch.tensor([True, False, True])
-    assert masked_sum(values, mask) == 4
-    mean = masked_mean(values, mask)
+    mask, lengths = torch.tensor([True, False, True]), torch.tensor([3])
+    assert masked(values, mask).sum() == 4
+    weights = aggregation_weights("token-mean", mask, lengths, Totals.count(mask, lengths))
+    mean = (weights * masked(values, mask)).sum()
     assert mean == 2
     mean.backward()
     assert values.grad is not None
     assert values.grad.tolist() == [0.5, 0, 0.5]
-
-
-def test_mean_of_nothing_is_zero():
-    """cases.md B02."""
-    assert masked_mean(torch.tensor([math.nan]), torch.tensor([False])) == 0
 
 
 def test_whitening_uses_the_sample_variance_inside_the_mask():

@@ -84,6 +84,17 @@ def test_phases_do_not_nest_and_steps_must_begin():
         pass
 
 
+def test_the_phase_that_failed_can_be_named(tmp_path: Path):
+    tracker = Tracker(make_config(console=False), tmp_path, is_main=True, total_steps=1)
+    tracker.begin(1)
+    with pytest.raises(ZeroDivisionError), tracker.phase("score"):
+        raise ZeroDivisionError
+    assert tracker.current_phase() == "score"
+    with tracker.phase("update"):
+        assert tracker.current_phase() == "update"
+    assert tracker.current_phase() == "after update"
+
+
 def test_a_line_can_be_read_and_searched():
     metrics = {
         "train/reward": 0.41, "actor/kl": 0.002, "train/response_length": 12.3, "perf/tokens_per_second": 1234.0,
