@@ -58,14 +58,15 @@ class Groups:
         self.centred = self.rewards - self.mean[self.member_of]  # [N]
         self.variance = self.total(self.centred.square()) / (self.count - 1).clamp(min=1)  # [G], of the sample
         # tested on the rewards themselves: seven times 0.7 in float32 has a variance
-        self.uniform = self._extreme("amax") == self._extreme("amin")  # [G]
+        self.uniform = self.extreme("amax") == self.extreme("amin")  # [G]
 
     def total(self, values: Tensor) -> Tensor:
         """Sums over each group's scored samples: [N] → [G]."""
         sums = values.new_zeros(len(self.numbers))
         return sums.index_add(0, self.member_of[self.scored], values[self.scored])
 
-    def _extreme(self, kind: str) -> Tensor:
+    def extreme(self, kind: str) -> Tensor:
+        """The largest ("amax") or smallest ("amin") scored reward of each group, 0 where there is none: [G]."""
         start = self.rewards.new_zeros(len(self.numbers))
         members = self.member_of[self.scored]
         return start.scatter_reduce(0, members, self.rewards[self.scored], kind, include_self=False)
