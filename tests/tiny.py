@@ -26,7 +26,7 @@ def save_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     draw = random.Random(0)
-    words = "add sum the of and is equals plus minus times number cat dog tree red blue".split()
+    words = ["add", "sum", "the", "of", "and", "is", "equals", "plus", "minus", "times", "cat", "dog", "red", "blue"]
     corpus = [" ".join(draw.choice([*words, str(draw.randint(0, 99))]) for _ in range(12)) for _ in range(500)]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,7 +1,8 @@
 """Persistent gloo processes for distributed tests.
 
-A pool starts each process once and reuses it for every test and every world size, because importing torch and megatron-core
-costs more than most tests. Every call gets a default process group of its own; a failing rank's traceback reaches the test.
+A pool starts each process once and reuses it for every test and every world size, because importing torch and
+megatron-core costs more than most tests. Every call gets a default process group of its own; a failing rank's traceback
+reaches the test.
 """
 
 import contextlib

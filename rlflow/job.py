@@ -1,0 +1,211 @@
+"""Puts a run together from its configuration: the one place that knows every part.
+
+`train`, `evaluate` and `generate` are what the commands of these names do on every rank with a good configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_bridge.families import Architecture, load_architecture
+from rlflow import parallel
+from rlflow.algorithms import PolicyObjective
+from rlflow.batch.sample import Prompt
+from rlflow.checkpoint import Checkpoints, State
+from rlflow.config import Config, dump
+from rlflow.config.schema import Algorithm
+from rlflow.data.encode import Encoder, load_tokenizer
+from rlflow.data.loader import Loader
+from rlflow.data.prompts import load_prompts
+from rlflow.rewards.scorer import Scorer
+from rlflow.roles import Engine
+from rlflow.rollout.vllm_engine import VLLMRollout
+from rlflow.rollout.world import rollout_ranks
+from rlflow.tracking import Tracker
+from rlflow.tracking.table import show
+from rlflow.trainers import held_out, online
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config) -> int:
+    """Train, evaluate, save and export; returns the exit code."""
+    run: online.Run | None = None
+    with parallel.reporting(lambda: run.tracker.running if run else "start"):
+        run = assemble(config)
+        online.train(run)
+        online.finish(run)
+        if is_main():
+            show(Path(config.trainer.output_dir))
+        stop(run.rollout)
+    return 0
+
+
+def evaluate(config: Config) -> int:
+    """Print accuracy on the held-out file, greedy and sampled, with pass@k for the samples; returns the exit code."""
+    with parallel.reporting(lambda: "evaluate"):
+        start(config)
+        tokenizer = load_tokenizer(config.model.tokenizer)
+        prompts = held_out_prompts(config, tokenizer)
+        rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
+        rollout.sync_from_hf(config.model.path)
+        report = held_out.report(rollout, Scorer(config.rewards), prompts, config)
+        if is_main():
+            print(held_out.table(report), flush=True)
+        stop(rollout)
+    return 0
+
+
+def generate(config: Config, prompts: Sequence[str]) -> int:
+    """Print `rollout.n` responses to each prompt; returns the exit code."""
+    with parallel.reporting(lambda: "generate"):
+        start(config)
+        tokenizer = load_tokenizer(config.model.tokenizer)
+        encoder = Encoder(tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
+        ids = encoder.encode(prompts)
+        asked = [Prompt(f"prompt/{number}", ids, {}, None) for number, ids in enumerate(ids)]
+        rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
+        rollout.sync_from_hf(config.model.path)
+        samples = rollout.generate(asked, n=config.rollout.n, temperature=config.rollout.temperature, step=0)
+        for sample in samples:
+            print(f"{sample.prompt.id} response {sample.index}: {sample.text}", flush=True)
+        stop(rollout)
+    return 0
+
+
+def assemble(config: Config) -> online.Run:
+    """Build every part of a training run and bring it to where it starts, or goes on from a checkpoint. Collective."""
+    start(config)
+    architecture = load_architecture(config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    loader, held_out_set = start_data(config, tokenizer)
+    scorer = Scorer(config.rewards)
+    # The rollout first: what vLLM takes must not depend on what else is on the device.
+    rollout = start_rollout(config, architecture, tokenizer)
+    grid = parallel.Grid(
+        rollout_ranks(config.actor.ranks, dist.get_world_size()),
+        tensor=config.actor.tensor_parallel_size,
+        pipeline=config.actor.pipeline_parallel_size,
+        order=config.actor.order,
+        timeout_seconds=config.trainer.timeout_seconds,
+    )
+    actor = start_engine(config, architecture, grid, trained=True)
+    reference = start_engine(config, architecture, grid, trained=False) if config.algorithm.kl_coef else None
+    steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
+    run = online.Run(
+        config=config,
+        steps=steps,
+        loader=loader,
+        held_out=held_out_set,
+        rollout=rollout,
+        scorer=scorer,
+        actor=actor,
+        reference=reference,
+        objective=objective(config.algorithm),
+        tracker=Tracker(config, config.trainer.output_dir, is_main(), steps),
+        checkpoints=Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep),
+        state=State(kl_coef=config.algorithm.kl_coef),
+    )
+    resume(run)
+    online.hand_over(run)
+    return run
+
+
+def start(config: Config) -> None:
+    """Make the process one of the job's, and save the configuration that runs."""
+    parallel.initialize(config.trainer.timeout_seconds, config.trainer.seed)
+    level = logging.INFO if is_main() else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    for package in ("rlflow", "megatron_bridge"):
+        logging.getLogger(package).setLevel(level)
+    if config.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if is_main() and config.trainer.output_dir:
+        folder = Path(config.trainer.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump(config))
+
+
+def stop(rollout: VLLMRollout) -> None:
+    """End this process's part of a job that went well; vLLM's groups go before those they were made from."""
+    rollout.shutdown()
+    parallel.shutdown()
+
+
+def start_data(config: Config, tokenizer: object) -> tuple[Loader, Sequence[Prompt]]:
+    """The training prompts in their order, and the held-out ones."""
+    prompts = load_prompts(
+        config.data.train, tokenizer, config.data, max_length=config.rollout.max_prompt_length, name="train"
+    )
+    if prompts.dropped or prompts.truncated:
+        log.info("of %d prompts %d are left out and %d cut", prompts.rows_read, prompts.dropped, prompts.truncated)
+    seed = parallel.derive_seed(config.trainer.seed, "data")
+    loader = Loader(prompts, config.trainer.prompts_per_step, seed, config.data.shuffle)
+    return loader, held_out_prompts(config, tokenizer)
+
+
+def held_out_prompts(config: Config, tokenizer: object) -> Sequence[Prompt]:
+    if config.data.evaluation is None:
+        return []
+    return load_prompts(
+        config.data.evaluation, tokenizer, config.data, max_length=config.rollout.max_prompt_length,
+        name="evaluation", limit=config.evaluation.max_prompts,
+    )  # fmt: skip
+
+
+def start_rollout(config: Config, architecture: Architecture, tokenizer: object) -> VLLMRollout:
+    return VLLMRollout(
+        architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
+        seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
+        bucket_bytes=config.bridge.bucket_mib << 20, prove=config.bridge.startup_proof,
+    )  # fmt: skip
+
+
+def start_engine(config: Config, architecture: Architecture, grid: parallel.Grid, *, trained: bool) -> Engine:
+    """The actor, or with `trained=False` the reference, on the actor's grid, with the pretrained weights."""
+    actor = config.actor
+    engine = Engine(
+        architecture, grid, dtype=getattr(torch, config.model.dtype), micro_batch_tokens=actor.micro_batch_tokens,
+        optimizer=config.optimizer if trained else None, share_prompts=actor.share_prompts,
+        sequence_parallel=actor.sequence_parallel, recompute=actor.recompute, overlap=actor.overlap,
+        logprob_chunk_tokens=actor.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
+    )  # fmt: skip
+    engine.load_hf(config.model.path)
+    return engine
+
+
+def objective(algorithm: Algorithm) -> PolicyObjective:
+    """The actor's objective; a KL penalty that is part of the reward is none of the loss."""
+    return PolicyObjective(
+        policy_loss=algorithm.policy_loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coef=algorithm.entropy_coef,
+        importance_correction=algorithm.importance_correction,
+        importance_cap=algorithm.importance_cap,
+    )
+
+
+def resume(run: online.Run) -> None:
+    """Go on from the checkpoint that `trainer.resume` means, if there is one."""
+    folder = run.checkpoints.find(run.config.trainer.resume)
+    if folder is None:
+        return
+    run.state = run.checkpoints.load(run.actor, folder)
+    run.loader.load_state(run.state.loader)
+    log.info("going on from %s at step %d", folder, run.state.step)
+
+
+def is_main() -> bool:
+    """Whether this rank shows and writes what the run has to say."""
+    return dist.get_rank() == 0

@@ -1,0 +1,1 @@
+"""Training loops. `online` samples from the policy that it trains."""
