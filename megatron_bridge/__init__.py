@@ -1,1 +1,27 @@
-"""Moves model weights between HF checkpoints, Megatron-core and vLLM."""
+"""Moves model weights between Hugging Face folders, Megatron-core models and vLLM engines, each byte at most once.
+
+One idea carries all of it. Every weight has a canonical tensor, the Hugging Face one, seen through an N-d view in which
+any system's shard is a box. A *layout* maps boxes to places: which rank, which parameter, where in it. A *plan* meets
+two layouts and names the cheapest source of every box; it is pure, the same on all ranks, and made without
+communication. A *transfer* carries a plan out in capped buckets. Loading, exporting, resharding and syncing into an
+engine are the same planner and executor with other layouts:
+
+    arch = load_architecture("Qwen2.5-7B")                      # families: config.json -> Architecture
+    actor = MegatronLayout(arch, tp=2, pp=2, dp=2)              # layouts: pure descriptions
+    engine = VLLMLayout(arch, tp=4, ranks=(0, 1, 2, 3, 4, 5, 6, 7))
+
+    weights = bind_megatron.bind(model, actor, rank)            # names and shapes checked, live parameters
+    load_hf("Qwen2.5-7B", actor, weights, rank=rank)            # checkpoints: each rank reads its bytes only
+
+    make_plan(actor, engine).received_bytes(3)                  # plan: on a laptop, for any number of ranks
+    sync = connect(actor, weights, engine, bind_vllm.bind(llm, engine, rank), rank=rank, dtype=torch.bfloat16)
+    traffic = sync.run()                                        # execute: after every optimizer step
+
+    export_hf("trained", actor, weights, rank=rank, source="Qwen2.5-7B")
+
+Modules: `families` and `layouts` are data and pure functions; `boxes` is the algebra, `plan` who sends what, `streams`
+in which order, `execute` how; `files` maps safetensors, `checkpoints` and `export` read and write model folders;
+`bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the engine's own loader;
+`compat` is the one place for version differences. Ranks are those of the process group that a transfer runs on. What a
+user can mend is raised as `UserError`.
+"""

@@ -24,12 +24,18 @@ def load_hf(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *
 
     Raises UserError that names every tensor which is missing, of another shape, or unknown to the family.
     """
-    weights = open_hf(folder)
-    raise_faults(str(folder), name_faults(weights, layout.arch))
+    weights = open_weights(folder, layout.arch)
     source = HFLayout(layout.arch, layout.ranks)
     held = {name: weights[name] for name in source.parameters(rank)}
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()), torch.bfloat16)
     return connect(source, held, layout, tensors, rank=rank, dtype=dtype).run()
+
+
+def open_weights(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
+    """The tensors of a model folder as `HFLayout` names them, mapped, without those that the family ignores."""
+    weights = open_hf(folder)
+    raise_faults(str(folder), name_faults(weights, arch))
+    return {name: weights[name] for name in HFLayout(arch, (0,)).parameters(0)}
 
 
 def name_faults(names: Iterable[str], arch: Architecture) -> list[str]:

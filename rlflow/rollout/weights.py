@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_bridge import compat, files
+from megatron_bridge import compat
 from megatron_bridge.bind_vllm import bind, require_complete
+from megatron_bridge.checkpoints import open_weights
 from megatron_bridge.execute import Traffic, Transfer, connect
 from megatron_bridge.families.architecture import Architecture
 from megatron_bridge.layouts import HFLayout, Layout, VLLMLayout
@@ -75,7 +76,8 @@ class WeightReceiver:
 
     def read(self, path: str) -> Traffic:
         """Write the weights of a Hugging Face folder, of which every rank reads its own part."""
-        return self.receive(HFLayout(self.layout.arch, tuple(range(dist.get_world_size()))), files.open_hf(path))
+        arch = self.layout.arch
+        return self.receive(HFLayout(arch, tuple(range(dist.get_world_size()))), open_weights(path, arch))
 
     def _bound(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Transfer:
         """The transfer from these tensors, made once as long as the same ones come."""
