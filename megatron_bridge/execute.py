@@ -38,8 +38,8 @@ class Transfer:
     `source` and `target` map the layouts' parameter names to tensors, empty where the rank holds none. Tensors are
     looked at anew in each run, so a parameter whose storage was replaced needs no rebinding. `dtype` is what is sent;
     senders cast to it. It must hold every target dtype without loss, so that local and received values agree.
-    `bucket_bytes` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live on
-    `device`, by default with the source, else with the target.
+    `bucket_bytes` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live where
+    the group's backend can send from.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class Transfer:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        device: torch.device | None = None,
     ) -> None:
         if plan.itemsize != dtype.itemsize:
             raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
@@ -62,8 +61,7 @@ class Transfer:
         for name, tensor in self.target.items():
             if torch.promote_types(dtype, tensor.dtype) != dtype:
                 raise ValueError(f"{name} is {tensor.dtype}: sending it as {dtype} would lose precision")
-        held = next(iter((*self.source.values(), *self.target.values())), None)
-        self.device = device or (torch.device("cpu") if held is None else held.device)
+        self.device = _device_of(group)
         self.rounds = plan.rounds(bucket_bytes)
         self._padding = plan.target.padding(rank)
         self._local = list(compact(plan.into(rank, rank)))
@@ -168,11 +166,10 @@ def connect(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks_per_node: int = 8,
-    device: torch.device | None = None,
 ) -> Transfer:
     """A transfer between two layouts' tensors, planned and bound: build it once, run it whenever weights changed."""
     plan = make_plan(source_layout, target_layout, itemsize=dtype.itemsize, ranks_per_node=ranks_per_node)
-    return Transfer(plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes, device=device)
+    return Transfer(plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes)
 
 
 def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,3 +198,9 @@ def _by_peer(streams: _Streams, k: int, bucket: Tensor) -> Iterator[tuple[Messag
 def _region(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
     tensor = tensor.detach()
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    if dist.is_initialized() and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

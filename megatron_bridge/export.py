@@ -97,7 +97,6 @@ def export_hf(
         dtype=reduce(torch.promote_types, contents.dtypes.values()),
         group=group,
         bucket_bytes=bucket_bytes,
-        device=next((tensor.device for tensor in tensors.values()), None),
     ).run()
     together(lambda: close_files(mapped), group)
     together(lambda: _finish(target, partial, carried, contents, dtype) if lead else None, group)

@@ -91,7 +91,7 @@ class WeightReceiver:
     ) -> Transfer:
         return connect(
             source, held, target, filled, rank=self._rank, dtype=self._dtype, bucket_bytes=self._bucket_bytes,
-            ranks_per_node=self._ranks_per_node, device=device(),
+            ranks_per_node=self._ranks_per_node,
         )  # fmt: skip
 
     def _load_unit(self, layout: Layout, whole: HFLayout, unit: str, tensors: Mapping[str, torch.Tensor]) -> Traffic:
