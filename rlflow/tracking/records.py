@@ -22,7 +22,8 @@ class Records:
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         self._path = run_dir / FILE_NAME
-        kept = [line for line in _lines(self._path) if json.loads(line)["step"] < first_step]
+        resumed = first_step > 1  # otherwise what is there belongs to an earlier run
+        kept = [line for line in _lines(self._path) if resumed and json.loads(line)["step"] < first_step]
         part = self._path.with_suffix(".part")
         part.write_text("".join(kept))
         os.replace(part, self._path)

@@ -36,7 +36,6 @@ class Tracker:
         self._console = Console(total_steps) if is_main and config.tracking.console else None
         self._writers: list[Writer] = []  # opened when the first step is known
         self._tensorboard: TensorBoard | None = None  # the writer that takes texts too
-        self.running = "start"  # the phase at work, or the last one, for the report of a failure
 
     def begin(self, step: int) -> None:
         """Start a step's clock."""
@@ -45,14 +44,14 @@ class Tracker:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of a step; phases do not nest."""
-        self.running = name
         if self._console is not None:
             self._console.phase(name)
         with self._clock.phase(name):
             yield
 
-    def current_phase(self) -> str:
-        """The phase at work, for reports of a failure."""
+    @property
+    def running(self) -> str:
+        """The phase at work, or the one that an exception left, for the report of a failure."""
         return self._clock.current
 
     def end(self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:

@@ -89,10 +89,10 @@ def test_the_phase_that_failed_can_be_named(tmp_path: Path):
     tracker.begin(1)
     with pytest.raises(ZeroDivisionError), tracker.phase("score"):
         raise ZeroDivisionError
-    assert tracker.current_phase() == "score"
+    assert tracker.running == "score"
     with tracker.phase("update"):
-        assert tracker.current_phase() == "update"
-    assert tracker.current_phase() == "after update"
+        assert tracker.running == "update"
+    assert tracker.running == "after update"
 
 
 def test_a_line_can_be_read_and_searched():
@@ -157,6 +157,13 @@ def test_resuming_replaces_the_steps_that_are_done_again(tmp_path: Path):
     run_steps(tmp_path, range(1, 4), console=False).close()
     run_steps(tmp_path, range(3, 5), console=False).close()
     assert series(read_records(tmp_path), "train/reward") == ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])
+
+
+def test_a_run_from_the_start_replaces_an_earlier_one(tmp_path: Path):
+    first = Tracker(make_config(console=False, tensorboard=False), tmp_path, is_main=True, total_steps=4)
+    first.evaluation(0, {"eval/accuracy": 0.5})
+    run_steps(tmp_path, range(1, 3), console=False, tensorboard=False)
+    assert [record["step"] for record in read_records(tmp_path)] == [1, 2]
 
 
 def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path):
