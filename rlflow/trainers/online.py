@@ -76,9 +76,10 @@ def train(run: Run) -> None:
             for _ in range(config.algorithm.epochs):
                 for rows in experience.mini_batches:
                     batch = mini_batch(experience, rows, config.algorithm, run.objective, actor.grid)
-                    updates.append(
-                        actor.train_step(batch, run.objective, temperature=config.rollout.temperature, lr=lr)
-                    )
+                    updates.append(actor.train_step(
+                        batch, run.objective, temperature=config.rollout.temperature, lr=lr,
+                        with_entropy=config.algorithm.entropy_coef > 0,
+                    ))  # fmt: skip
         with track.phase("sync"):
             metrics |= hand_over(run)
         state.step, state.updates = state.step + 1, state.updates + len(updates)
