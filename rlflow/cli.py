@@ -7,9 +7,8 @@ is known to be good.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+import time
+from collections.abc import Sequence
 
 from rlflow import __version__
 from rlflow.config import Config, assemble, load
@@ -17,102 +16,64 @@ from rlflow.config.check import Purpose
 from rlflow.config.summary import summarize
 from rlflow.errors import UserError
 
-OVERRIDES = "section.key=value"
-Work = Callable[[], int]
-"""What a command does once its configuration is good; returns the exit code."""
+SECONDS_FOR_RANK_0 = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # so that the installed command finds reward functions beside the user too
-    args, rest = _parser().parse_known_args(arguments)
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
     if unknown := [word for word in rest if "=" not in word]:
-        _parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides += rest
     try:
-        work = args.command(args)
-    except UserError as error:  # every rank reads the same files and finds the same
-        return _report(error) if _rank() == 0 else 2
-    try:
-        return work()
+        return args.command(args)
     except UserError as error:
-        return _report(error)
+        _report(error)
+        return 2
 
 
-def train(args: argparse.Namespace) -> Work:
+def train(args: argparse.Namespace) -> int:
     """Train, in this process as one of torchrun's, or with --nproc in that many processes of this machine."""
-    config, launch = _configure(args, "train", "train")
+    config = _config(args, "train")
+    if args.nproc is not None:
+        return launch(args.nproc, ["train", args.config, *args.overrides])
+    from rlflow import job
 
-    def work() -> int:
-        from rlflow import job
-
-        return job.train(config)
-
-    return launch or work
+    return job.train(config)
 
 
-def evaluate(args: argparse.Namespace) -> Work:
+def evaluate(args: argparse.Namespace) -> int:
     """Score the held-out file, greedily and sampled."""
-    config, launch = _configure(args, "eval", "evaluate")
+    config = _config(args, "evaluate")
+    if args.nproc is not None:
+        return launch(args.nproc, ["eval", args.config, *args.overrides])
+    from rlflow import job
 
-    def work() -> int:
-        from rlflow import job
-
-        return job.evaluate(config)
-
-    return launch or work
+    return job.evaluate(config)
 
 
-def check(args: argparse.Namespace) -> Work:
+def generate(args: argparse.Namespace) -> int:
+    """Print responses to the prompts given."""
+    if (args.config is None) == (args.model is None):
+        raise UserError("generate", "needs either CONFIG or --model")
+    config = _config(args, "generate")
+    if args.nproc is not None:
+        source = ["--model", args.model] if args.config is None else [args.config]
+        prompts = [word for prompt in args.prompt for word in ("--prompt", prompt)]
+        return launch(args.nproc, ["generate", *source, *args.overrides, *prompts])
+    from rlflow import job
+
+    return job.generate(config, args.prompt)
+
+
+def check(args: argparse.Namespace) -> int:
     """Say what is wrong with a configuration, or what it would run."""
     config = load(args.config, args.overrides, world_size=args.world_size)
     print(f"{args.config}: good\n{summarize(config, args.world_size)}")
-    return lambda: 0
-
-
-def generate(args: argparse.Namespace) -> Work:
-    """Print responses to the prompts given."""
-    if (args.config is None) == (args.model is None):
-        raise UserError("generate", "needs either a CONFIG or --model")
-    tree: dict[str, Any] = {"model": {"path": args.model}}
-    options: dict[str, Any] = {"world_size": _world_size(), "purpose": "generate"}
-    if args.config is None:
-        config = assemble(tree, args.overrides, source="generate", **options)
-    else:
-        config = load(args.config, args.overrides, **options)
-
-    def work() -> int:
-        from rlflow import job
-
-        return job.generate(config, args.prompt)
-
-    return work
-
-
-def _configure(args: argparse.Namespace, command: str, purpose: Purpose) -> tuple[Config, Work | None]:
-    """The checked configuration, and torchrun's start where --nproc asks for it."""
-    started_by_torchrun = "WORLD_SIZE" in os.environ
-    if args.nproc is not None and started_by_torchrun:
-        raise UserError("--nproc", "torchrun has started this process already; leave one of them")
-    config = load(args.config, args.overrides, world_size=args.nproc or _world_size(), purpose=purpose)
-    if args.nproc is None:
-        return config, None
-    return config, partial(launch, args.nproc, [command, args.config, *args.overrides])
-
-
-def _report(error: UserError) -> int:
-    rank = f"rank {_rank()}: " if _rank() else ""
-    print(f"rlflow: {rank}{error}", file=sys.stderr)
-    return 2
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return 0
 
 
 def launch(processes: int, command: Sequence[str]) -> int:
@@ -128,34 +89,50 @@ def launch(processes: int, command: Sequence[str]) -> int:
     return 0
 
 
+def _config(args: argparse.Namespace, purpose: Purpose) -> Config:
+    """The configuration, checked for the ranks that torchrun has started or --nproc will start."""
+    started = os.environ.get("WORLD_SIZE")
+    if args.nproc is not None and started is not None:
+        raise UserError("--nproc", "torchrun has started this process already; use one of them")
+    world_size = args.nproc or int(started or 1)
+    if args.config is None:
+        model = {"model": {"path": args.model}}
+        return assemble(model, args.overrides, world_size=world_size, purpose=purpose, source="generate")
+    return load(args.config, args.overrides, world_size=world_size, purpose=purpose)
+
+
+def _report(error: UserError) -> None:
+    """Print the error once: all ranks of torchrun read the same files, and rank 0 speaks for them.
+
+    torchrun ends all processes when the first is gone, so the others wait for rank 0; where their files differ from
+    its, nobody ends them and they speak for themselves.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(SECONDS_FOR_RANK_0)
+    print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlflow", description="Reinforcement learning of large language models.")
     parser.add_argument("--version", action="version", version=f"rlflow {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for name, command in (("train", train), ("eval", evaluate), ("check", check), ("generate", generate)):
-        words = (command.__doc__ or "").strip()
-        sub = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+    for name, command in (("train", train), ("eval", evaluate), ("generate", generate), ("check", check)):
+        doc = command.__doc__ or ""
+        sub = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False)
         sub.set_defaults(command=command)
-        sub.add_argument("config", metavar="CONFIG", help="YAML file", nargs="?" if name == "generate" else None)
-        sub.add_argument("overrides", metavar=OVERRIDES, nargs="*", default=[], help="instead of what the file says")
-        _OPTIONS[name](sub)
+        sub.add_argument("config", metavar="CONFIG", help="a YAML file", nargs="?" if name == "generate" else None)
+        sub.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="goes before the file")
+        if name == "check":
+            sub.add_argument("--world-size", type=_count, metavar="N", help="check the grids for this many ranks")
+        else:
+            sub.add_argument(
+                "--nproc", type=_count, metavar="N", help="start torchrun with N processes on this machine"
+            )
+        if name == "generate":
+            sub.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, in place of CONFIG")
+            sub.add_argument("--prompt", action="append", required=True, help="a prompt; may be given again")
     return parser
-
-
-def _add_nproc(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nproc", type=_count, help="start torchrun with this many processes on this machine")
-
-
-def _add_world_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world-size", type=_count, help="check the grids for this many ranks")
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a Hugging Face folder, in place of CONFIG")
-    parser.add_argument("--prompt", action="append", required=True, help="a prompt; may be given more than once")
-
-
-_OPTIONS = {"train": _add_nproc, "eval": _add_nproc, "check": _add_world_size, "generate": _add_prompts}
 
 
 def _count(text: str) -> int:

@@ -4,12 +4,15 @@ math-verify limits its time by SIGALRM, which only a main thread may use, and a 
 stopped; a process can. What is compared, and the cheap cases that need no algebra, are left to `mathematics`.
 """
 
+import atexit
 import logging
-import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 
 START_SECONDS = 120.0
 
@@ -23,7 +26,7 @@ class Grader:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     def equal(self, given: Sequence[str], wanted: str, timeout_seconds: float) -> bool:
@@ -43,14 +46,15 @@ class Grader:
         """End the worker process."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.wait()
         self._process = self._connection = None
 
     def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), name="math-grader", daemon=True)
-        self._process.start()
+        self._connection, theirs = Pipe()
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        atexit.register(self.close)
         theirs.close()
         self._receive(self._connection, START_SECONDS)
         return self._connection
@@ -66,8 +70,9 @@ class Grader:
         raise GradingError(f"no result within {seconds:g} s")
 
 
-def _serve(connection: Connection) -> None:
+def serve(handle: int) -> None:
     """The worker: answer each pair with a truth value, or with the text of an error, until the other end closes."""
+    connection = Connection(handle)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     from math_verify import parse, verify

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,22 +78,6 @@ class Scorer:
                 f"failed in {sum(self._failed)} of the last {len(self._failed)} calls, the last time with "
                 f"{type(error).__name__}: {error}",
             ) from error
-
-
-def score_sums(samples: Iterable[Sample]) -> dict[str, tuple[float, int]]:
-    """Sum and count of the reward and of each score over the samples that have it; sums of ranks may be added."""
-    sums: dict[str, tuple[float, int]] = {}
-    for sample in samples:
-        for name, value in {"reward": sample.reward, **sample.scores}.items():
-            if value is not None and math.isfinite(value):
-                total, count = sums.get(name, (0.0, 0))
-                sums[name] = (total + value, count + 1)
-    return sums
-
-
-def means(sums: dict[str, tuple[float, int]]) -> dict[str, float]:
-    """The means behind `score_sums`: values that are missing or not finite are left out, not counted as 0."""
-    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def _read(name: str, result: Any) -> tuple[float | None, dict[str, float]]:

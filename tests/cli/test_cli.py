@@ -13,7 +13,7 @@ import rlflow
 from rlflow import cli
 from rlflow.config import Config
 from rlflow.errors import UserError
-from tests.config.examples import ROOT, write_config
+from tests.config.examples import QWEN, ROOT, write_config
 
 
 class FakeJob(ModuleType):
@@ -75,7 +75,7 @@ def test_the_job_decides_the_exit_code(job: FakeJob, path: str, code: int) -> No
 def test_a_user_error_of_the_job_is_one_message(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     job.error = UserError("data.train", "3 prompts")
     assert cli.main(["train", path]) == 2
-    assert capsys.readouterr().err == "rlflow: data.train: 3 prompts\n"
+    assert capsys.readouterr().err == "error: data.train: 3 prompts\n"
 
 
 def test_a_defect_of_the_job_keeps_its_traceback(job: FakeJob, path: str) -> None:
@@ -90,17 +90,20 @@ def test_bad_configuration_never_reaches_the_job(job: FakeJob, path: str, capsys
     assert "trainer.lerning_rate = 1e-6: unknown key; nearest: optimizer.lr" in capsys.readouterr().err
 
 
-def test_under_torchrun_only_rank_0_reports_the_configuration(
+def test_under_torchrun_rank_0_reports_the_configuration_first(
     job: FakeJob, path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    messages = []
-    for rank in ("0", "1"):
-        monkeypatch.setenv("WORLD_SIZE", "2")
+    """The others give it time, in which torchrun ends them; one that has faults of its own still says so."""
+    waits: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, starts, waited in (("0", "error: ", 0), ("1", "error on rank 1: ", 1)):
         monkeypatch.setenv("RANK", rank)
         assert cli.main(["train", path, "rollout.n=0"]) == 2
-        messages.append(capsys.readouterr().err)
-    assert "rollout.n = 0: must be at least 1" in messages[0]
-    assert messages[1] == ""
+        message = capsys.readouterr().err
+        assert message.startswith(starts + path)
+        assert "rollout.n = 0: must be at least 1" in message
+        assert len(waits) == waited
 
 
 def test_the_world_size_of_torchrun_is_checked(
@@ -112,13 +115,13 @@ def test_the_world_size_of_torchrun_is_checked(
 
 
 def test_generate_takes_a_model_or_a_config(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(ROOT / "tests/config/qwen2.5-7b")
+    model = str(QWEN)
     assert cli.main(["generate", "--model", model, "--prompt", "1 + 1 =", "--prompt", "hi"]) == 0
     assert (job.seen.config.model.path, job.seen.prompts) == (model, ["1 + 1 =", "hi"])
     assert cli.main(["generate", path, "rollout.temperature=0.5", "--prompt", "hi"]) == 0
     assert job.seen.config.rollout.temperature == 0.5
     assert cli.main(["generate", "--prompt", "hi"]) == 2
-    assert "needs either a CONFIG or --model" in capsys.readouterr().err
+    assert "needs either CONFIG or --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -153,10 +156,27 @@ def test_check_imports_neither_torch_nor_engines(path: str) -> None:
 def test_nproc_passes_exit_codes_through(path: str) -> None:
     """torchrun reports every failure as 1; a user's error found in the processes is still one of the whole."""
     code = "import sys; from rlflow.cli import launch; sys.exit(launch(2, ['check', *sys.argv[1:]]))"
-    good, bad = run("-c", code, path), run("-c", code, path, "trainer.epochs=0")
-    assert good.returncode == 0, good.stderr
-    assert bad.returncode == 2, bad.stderr
-    assert bad.stderr.count("trainer.epochs = 0") == 1
+    result = run("-c", code, path, "trainer.epochs=0")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("trainer.epochs = 0") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "CONFIG", "trainer.steps=3"],
+        ["eval", "CONFIG"],
+        ["generate", "CONFIG", "rollout.n=2", "--prompt", "a b", "--prompt", "c"],
+        ["generate", "--model", str(QWEN), "--prompt", "a"],
+    ],
+)
+def test_nproc_starts_the_same_command(
+    command: list[str], path: str, monkeypatch: pytest.MonkeyPatch, job: FakeJob
+) -> None:
+    command, started = [path if word == "CONFIG" else word for word in command], []
+    monkeypatch.setattr(cli, "launch", lambda processes, words: started.append((processes, words)) or 7)
+    assert cli.main([*command, "--nproc", "2"]) == 7
+    assert started == [(2, command)]
 
 
 def test_nproc_checks_before_it_starts_anything(path: str, capsys: pytest.CaptureFixture[str], job: FakeJob) -> None:

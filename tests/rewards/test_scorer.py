@@ -14,7 +14,7 @@ import torch
 from rlflow.config import Reward
 from rlflow.config.document import parse
 from rlflow.errors import UserError
-from rlflow.rewards.scorer import Scorer, means, score_sums
+from rlflow.rewards.scorer import Scorer
 from tests.config.examples import ROOT
 from tests.rewards.samples import sample
 
@@ -116,16 +116,6 @@ def test_more_than_a_fifth_of_exceptions_stop_the_run(functions: ModuleType) -> 
     assert score_with(functions, results)[1]["reward/errors"] == 2
     with pytest.raises(UserError, match=r"failed in 3 of the last 11 calls, the last time with ValueError: c"):
         score_with(functions, [*results, ValueError("c")])
-
-
-def test_means_leave_out_what_is_missing() -> None:
-    """cases.md E09: [.5, nan, nan, .8, .6, .7] has the mean .65; a score that nobody has is absent."""
-    samples = [sample("") for _ in range(6)]
-    for item, value in zip(samples, [0.5, nan, nan, 0.8, 0.6, 0.7], strict=True):
-        item.scores = {"x": value, "never": nan}
-        item.reward = None if math.isnan(value) else 1.0
-    found = means(score_sums(samples))
-    assert found == {"x": pytest.approx(0.65), "reward": 1.0}
 
 
 def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
