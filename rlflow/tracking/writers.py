@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +46,7 @@ class WeightsAndBiases:
 
     def __init__(self, run_dir: Path, project: str, settings: Mapping[str, Any]) -> None:
         try:
-            wandb = importlib.import_module("wandb")
+            import wandb
         except ImportError:
             raise UserError("tracking.wandb", "needs the package wandb: pip install 'rlflow[wandb]'") from None
         id_file = run_dir / "wandb_id"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console as RichConsole
@@ -221,6 +222,25 @@ def test_wandb_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"tracking\.wandb"):
         run_steps(tmp_path, range(1, 2), console=False, tensorboard=False, wandb="project")
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class FakeWandb:
+        util = SimpleNamespace(generate_id=lambda: f"id{len(started)}")
+
+        @staticmethod
+        def init(**settings: object) -> SimpleNamespace:
+            started.append(settings)
+            return SimpleNamespace(log=lambda metrics, step: logged.append(step), finish=lambda: None)
+
+    started: list[dict] = []
+    logged: list[int] = []
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb)
+    for steps in (range(1, 3), range(3, 4)):
+        run_steps(tmp_path, steps, console=False, tensorboard=False, wandb="project").close()
+    assert [settings["id"] for settings in started] == ["id0", "id0"]
+    assert started[0]["project"] == "project"
+    assert logged == [1, 2, 3]
 
 
 def test_the_table_shows_what_the_run_has():
