@@ -48,32 +48,45 @@ class PolicyObjective:
         "sample_index", and where there are such "old_log_probs", "rollout_log_probs", "ref_log_probs". Without
         "old_log_probs" the policy is the one that is being updated: right if each sample is used for one step.
         """
-        mask = fields["mask"]
-        current = masked(log_probs, mask)
-        old = masked(fields["old_log_probs"], mask) if "old_log_probs" in fields else current.detach()
-        advantages = masked(fields["advantages"], mask)
-        terms = PolicyTerms(
-            current, old, advantages, mask, fields["sample_index"], self.clip_low, self.clip_high, self.dual_clip
-        )
+        terms = self._terms(log_probs, fields)
         token_loss, ratio = policy_loss[self.policy_loss](terms)
-        cut = clipped(ratio.detach(), advantages, self.clip_low, self.clip_high)
-        metrics = {
-            "tokens": mask.sum(),
-            "clipped": (cut & mask).sum(),
-            "ratio_error_max": torch.nn.functional.pad((ratio.detach() - 1).abs(), (0, 1)).max(),
-        }
+        metrics = {"tokens": terms.mask.sum(), **self._ratio_metrics(ratio.detach(), terms)}
         if "rollout_log_probs" in fields:
-            rollout = masked(fields["rollout_log_probs"], mask)
-            cap = self.importance_cap if self.importance_correction else None
-            metrics |= mismatch_metrics(old, rollout, mask, cap)
-            if cap is not None:
-                token_loss = token_loss * truncated_weights(old, rollout, cap)
+            token_loss = self._correct(token_loss, terms, fields["rollout_log_probs"], metrics)
         loss = (fields["weights"] * token_loss).sum()
         metrics["policy_loss"] = loss
-        loss = self._add_kl(loss, current, fields, metrics)
+        loss = self._add_kl(loss, terms.log_probs, fields, metrics)
         loss = self._add_entropy(loss, entropy, fields, metrics)
         metrics["loss"] = loss
         return loss, {name: value.detach().double() for name, value in metrics.items()}
+
+    def _terms(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> PolicyTerms:
+        mask = fields["mask"]
+        current = masked(log_probs, mask)
+        return PolicyTerms(
+            log_probs=current,
+            old_log_probs=masked(fields["old_log_probs"], mask) if "old_log_probs" in fields else current.detach(),
+            advantages=masked(fields["advantages"], mask),
+            mask=mask,
+            sample_index=fields["sample_index"],
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+        )
+
+    def _ratio_metrics(self, ratio: Tensor, terms: PolicyTerms) -> dict[str, Tensor]:
+        cut = clipped(ratio, terms.advantages, self.clip_low, self.clip_high)
+        error = (ratio - 1).abs()
+        return {"clipped": (cut & terms.mask).sum(), "ratio_error_max": torch.nn.functional.pad(error, (0, 1)).max()}
+
+    def _correct(
+        self, token_loss: Tensor, terms: PolicyTerms, rollout_log_probs: Tensor, metrics: dict[str, Tensor]
+    ) -> Tensor:
+        """Measure the gap to the rollout engine, and weigh the tokens by it where that is asked for."""
+        rollout = masked(rollout_log_probs, terms.mask)
+        cap = self.importance_cap if self.importance_correction else None
+        metrics |= mismatch_metrics(terms.old_log_probs, rollout, terms.mask, cap)
+        return token_loss if cap is None else token_loss * truncated_weights(terms.old_log_probs, rollout, cap)
 
     def _add_kl(
         self, loss: Tensor, log_probs: Tensor, fields: Mapping[str, Tensor], metrics: dict[str, Tensor]

@@ -112,29 +112,37 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
     padding = -rows.length % multiple if rows.length else multiple
     if padding:
         rows.segments.append((rows.length, rows.length, rows.length, rows.length + padding))
-    sources = _columns(rows.sources)
-    samples = _columns(rows.samples)
-    lengths = torch.tensor([layout.response_lengths[sample] for sample, _, _ in rows.samples], dtype=torch.int64)
-    starts = torch.tensor([layout.response_starts[sample] for sample, _, _ in rows.samples], dtype=torch.int64)
-    predict_at = spans(samples[2] - 1, lengths)
-    first_tokens = (lengths.cumsum(0) - lengths)[lengths > 0]
-    predict_at[first_tokens] = samples[1][lengths > 0]
-    token_index = spans(starts, lengths)
+    starts, lengths, positions = _columns(rows.sources)
     bounds = [0] + [end for _, _, _, end in rows.segments]
+    predict_at, token_index, sample_index = _predictions(layout, rows)
     pad = torch.nn.functional.pad
     micro_batch = MicroBatch(
-        token_ids=pad(pool[spans(sources[0], sources[1]).to(pool.device)], (0, padding)),
-        position_ids=pad(spans(sources[2], sources[1]), (0, padding)),
+        token_ids=pad(pool[spans(starts, lengths).to(pool.device)], (0, padding)),
+        position_ids=pad(spans(positions, lengths), (0, padding)),
         segments=rows.segments,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         max_seqlen=max(end - start for _, _, start, end in rows.segments),
         predict_at=predict_at,
         targets=pool[(token_index + layout.prompt_starts[-1]).to(pool.device)],
         token_index=token_index,
-        sample_index=torch.repeat_interleave(samples[0], lengths),
+        sample_index=sample_index,
         padding=padding,
     )
     return micro_batch.to(pool.device)
+
+
+def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """For each response token the row that predicts it, its place in the batch's token fields, and its sample.
+
+    The prompt's last row predicts the first token of a response, each row of the response the token after it.
+    """
+    samples, prompt_ends, starts = _columns(rows.samples)
+    lengths = torch.tensor([layout.response_lengths[sample] for sample in samples.tolist()], dtype=torch.int64)
+    places = torch.tensor([layout.response_starts[sample] for sample in samples.tolist()], dtype=torch.int64)
+    predict_at = spans(starts - 1, lengths)
+    firsts = (lengths.cumsum(0) - lengths)[lengths > 0]
+    predict_at[firsts] = prompt_ends[lengths > 0]
+    return predict_at, spans(places, lengths), torch.repeat_interleave(samples, lengths)
 
 
 def _columns(rows: list[tuple[int, int, int]]) -> Tensor:
