@@ -1,8 +1,10 @@
 """Packing: a response token is predicted by the row before it in its own sequence, its prompt shared or not."""
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rlflow.batch import Batch, MicroBatch, pack
+from rlflow.batch import Batch, MicroBatch, pack, plan_micro_batches
 from tests.batch.samples import make_batch
 
 PLAIN = make_batch(([10], [[11, 12]]), ([20], [[21]]))
@@ -96,3 +98,22 @@ def test_an_empty_bin_is_padding_alone():
     assert micro.padding == 4
     assert len(micro.targets) == len(micro.predict_at) == len(micro.sample_index) == 0
     assert micro.max_seqlen == 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_contexts_are_right_for_any_batch(data: st.DataObject):
+    ids = st.integers(1, 99)
+    groups = data.draw(
+        st.lists(
+            st.tuples(st.lists(ids, min_size=1, max_size=5), st.lists(st.lists(ids, max_size=4), max_size=4)),
+            min_size=1, max_size=4,
+        )
+    )  # fmt: skip
+    batch = make_batch(*groups)
+    share, budget = data.draw(st.booleans()), data.draw(st.integers(1, 20))
+    bins = plan_micro_batches(batch.sizes(), budget, share_prompts=share)
+    micro_batches = pack(batch, bins, share_prompts=share, multiple=data.draw(st.integers(1, 4)))
+    check_contexts(batch, micro_batches)
+    rows = [batch.sizes().rows(members, share) for members in bins]
+    assert [len(micro.token_ids) - micro.padding for micro in micro_batches] == rows
