@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype = torch.int64) -> Ragged:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        return cls(torch.tensor([value for row in rows for value in row], dtype=dtype), lengths)
+        return cls(torch.tensor(list(chain.from_iterable(rows)), dtype=dtype), lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)
