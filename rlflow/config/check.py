@@ -11,8 +11,9 @@ from typing import Literal, get_args
 
 from rlflow.config.check_files import evaluation_faults, file_faults, reward_faults, training_faults
 from rlflow.config.check_grid import batch_faults, grid_faults, length_faults, model_faults, read_model
+from rlflow.config.document import write
 from rlflow.config.faults import Fault, independent
-from rlflow.config.schema import Config
+from rlflow.config.schema import Config, Model
 
 Purpose = Literal["train", "evaluate", "generate"]
 
@@ -67,15 +68,31 @@ def algorithm_faults(config: Config) -> Iterator[Fault]:
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         rule, reads = "k1 in the loss has a gradient of expectation zero", ("algorithm.kl_in", "algorithm.kl_coef")
         yield Fault("algorithm.kl_estimator", "k1", rule, "k1-straight-through", reads)
-    length, normed = algorithm.aggregation_length, algorithm.aggregation == "seq-mean-token-sum-norm"
-    if normed and length is None:
+    if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.aggregation_length is None:
         rule = "seq-mean-token-sum-norm divides by this length, which padding must not decide"
         nearest = str(rollout.max_response_length)
         yield Fault("algorithm.aggregation_length", "null", rule, nearest, ("algorithm.aggregation",))
-    if not normed and length is not None:
-        rule = f"{algorithm.aggregation} does not read it; only seq-mean-token-sum-norm does"
-        yield Fault("algorithm.aggregation_length", length, rule, "null", ("algorithm.aggregation",))
     yield from sampling_faults(config)
+    yield from unread_faults(config)
+
+
+def unread_faults(config: Config) -> Iterator[Fault]:
+    """Values other than the default of keys that nothing reads beside another key's value: never ignored in silence."""
+    algorithm, defaults = config.algorithm, Config(Model(""))
+    conditions = {
+        ("algorithm", "normalize_std", "algorithm.advantage"): algorithm.advantage == "grpo",
+        ("algorithm", "dual_clip", "algorithm.policy_loss"): algorithm.policy_loss in ("ppo", "gspo"),
+        ("algorithm", "aggregation_length", "algorithm.aggregation"): algorithm.aggregation.endswith("-norm"),
+        ("algorithm", "importance_cap", "algorithm.importance_correction"): bool(algorithm.importance_correction),
+        ("optimizer", "min_lr", "optimizer.schedule"): config.optimizer.schedule != "constant",
+        ("trainer", "epochs", "trainer.steps"): config.trainer.steps is None,
+    }
+    for (section, name, decider), read in conditions.items():
+        value, default = (getattr(getattr(part, section), name) for part in (config, defaults))
+        if not read and value != default:
+            decides = getattr(getattr(config, decider.partition(".")[0]), decider.partition(".")[2])
+            shown = write(default).splitlines()[0]
+            yield Fault(f"{section}.{name}", value, f"is not read where {decider} = {decides}", shown, (decider,))
 
 
 def sampling_faults(config: Config) -> Iterator[Fault]:
@@ -96,9 +113,6 @@ def optimizer_faults(config: Config) -> Iterator[Fault]:
     if optimizer.min_lr > optimizer.lr:
         rule = f"must be at most optimizer.lr = {optimizer.lr}"
         yield Fault("optimizer.min_lr", optimizer.min_lr, rule, str(optimizer.lr), ("optimizer.lr",))
-    elif optimizer.min_lr > 0 and optimizer.schedule == "constant":
-        rule = "a constant schedule does not read it"
-        yield Fault("optimizer.min_lr", optimizer.min_lr, rule, "0.0", ("optimizer.schedule",))
     if steps is not None and optimizer.warmup_steps > steps:
         rule = f"must be at most trainer.steps = {steps}"
         yield Fault("optimizer.warmup_steps", optimizer.warmup_steps, rule, str(steps), ("trainer.steps",))

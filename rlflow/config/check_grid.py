@@ -55,16 +55,24 @@ def model_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
 
 
 def length_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
-    """Sequences longer than the model's positions and token ids outside its vocabulary."""
+    """Sequences longer than the model's positions or the KV cache, and token ids outside the vocabulary."""
     rollout = config.rollout
     total = rollout.max_prompt_length + rollout.max_response_length
     spare = arch.max_positions - rollout.max_prompt_length
+    lengths = ("rollout.max_prompt_length", "rollout.max_response_length")
     if total > arch.max_positions:
         rule = f"with rollout.max_prompt_length = {rollout.max_prompt_length} it is {total} tokens"
         yield Fault(
             "rollout.max_response_length", rollout.max_response_length, f"{rule}; the model has {arch.max_positions}",
-            str(spare) if spare > 0 else None, ("rollout.max_prompt_length",),
+            str(spare) if spare > 0 else None, lengths,
         )  # fmt: skip
+    kv_heads = max(1, arch.kv_heads // max(1, rollout.tensor_parallel_size))
+    number_bytes = 4 if (rollout.dtype or config.model.dtype) == "float32" else 2
+    needed = total * 2 * arch.layers * kv_heads * arch.head_dim * number_bytes / 2**30
+    if rollout.kv_cache_gib < needed:
+        rule = f"one sequence of {total} tokens needs {needed:.3g} GiB"
+        reads = (*lengths, "rollout.dtype", "model.dtype", ROLLOUT_TP)
+        yield Fault("rollout.kv_cache_gib", rollout.kv_cache_gib, rule, f"{math.ceil(needed * 100) / 100}", reads)
     for token_id in rollout.stop_token_ids:
         if not 0 <= token_id < arch.vocab:
             yield Fault("rollout.stop_token_ids", token_id, f"must be in the vocabulary: 0 to {arch.vocab - 1}")

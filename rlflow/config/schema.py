@@ -200,7 +200,7 @@ class Trainer:
     resume: str = key("`auto`: the newest complete checkpoint of the run, `never`, or a checkpoint's folder.", "auto")
     keep: int = key("Newest checkpoints to keep; 0: all.", 2, minimum=0, known_as=("save_total_limit", "max_keep"))
     output_dir: str = key("Folder of the run; needed to train.", "", known_as=("default_local_dir",))
-    timeout_seconds: float = key("Longest wait in any collective, vLLM's too.", 600.0, above=0, known_as=("timeout",))
+    timeout_seconds: int = key("Longest wait in any collective, vLLM's too.", 600, minimum=1, known_as=("timeout",))
     export: bool = key("Write the trained model as a Hugging Face folder at the end.", True)
 
 

@@ -5,6 +5,7 @@ What the columns mean is left to `prompts`; this module knows formats and where 
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any
@@ -69,14 +70,20 @@ def _format(path: str) -> str:
     raise UserError(path, f"unknown file format; the name must end in one of {', '.join(FORMATS)}")
 
 
-def _open(path: str) -> IO[bytes]:
+@contextmanager
+def _open(path: str) -> Iterator[IO[bytes]]:
     _format(path)
     try:
-        return fsspec.open(path, "rb", compression="infer").open()
+        opened = fsspec.open(path, "rb", compression="infer")
+        file = opened.open()
     except FileNotFoundError:
         raise UserError(path, "no such file") from None
     except (OSError, ValueError, ImportError) as error:
         raise UserError(path, f"cannot be opened: {error}") from error
+    try:
+        yield file
+    finally:
+        opened.close()
 
 
 def _parquet(path: str, file: IO[bytes]) -> pyarrow.parquet.ParquetFile:

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-INTEGER = re.compile(r"(?<![\w.,])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?![\w,]*\d|\.\d)")
+INTEGER = re.compile(r"(?<![\w.,])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)(?!\w|[,.]\d)")
 
 
 def exact_match(response: str, answer: Any, *, row: dict[str, Any], ignore_case: bool = False) -> float:

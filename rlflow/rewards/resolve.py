@@ -37,7 +37,11 @@ def _import(module_name: str) -> ModuleType:
 
 
 def _check_arguments(function: RewardFunction, reward: Reward) -> None:
-    parameters = inspect.signature(function).parameters
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # some functions written in C do not tell
+        raise UserError("function", f"{reward.function} does not tell its parameters") from error
+    parameters = signature.parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     options = [name for name in list(parameters)[2:] if name != "row"]
     for name in reward.args:
@@ -45,7 +49,7 @@ def _check_arguments(function: RewardFunction, reward: Reward) -> None:
             meant = nearest(name, options) or ", ".join(options) or "none"
             raise UserError("args", f"{reward.function} takes no argument {name}; nearest: {meant}")
     try:
-        inspect.signature(function).bind("response", "answer", row={}, **reward.args)
+        signature.bind("response", "answer", row={}, **reward.args)
     except TypeError as error:
         rule = f"{reward.function} must be callable as (response, answer, *, row, **args): {error}"
         raise UserError("function", rule) from error

@@ -43,8 +43,10 @@ def test_the_example_is_good(tmp_path: Path) -> None:
         ("algorithm.dual_clip=1", "algorithm.dual_clip = 1.0: must be above 1"),
         ("trainer.steps=0", "trainer.steps = 0: must be at least 1; nearest: 1"),
         ("rollout.top_k=0", "rollout.top_k = 0: must be -1 (all tokens) or at least 1; nearest: -1"),
-        ("optimizer.min_lr=1", "optimizer.min_lr = 1.0: must be at most optimizer.lr = 1e-06; nearest: 1e-06"),
-        ("optimizer.min_lr=1e-7", "optimizer.min_lr = 1e-07: a constant schedule does not read it; nearest: 0.0"),
+        ("optimizer.schedule=linear optimizer.min_lr=1", "optimizer.min_lr = 1.0: must be at most optimizer.lr = "
+                                                         "1e-06; nearest: 1e-06"),
+        ("optimizer.min_lr=1e-7", "optimizer.min_lr = 1e-07: is not read where optimizer.schedule = constant; "
+                                  "nearest: 0.0"),
         ("optimizer.warmup_steps=11", "optimizer.warmup_steps = 11: must be at most trainer.steps = 10; "
                                       "nearest: 10"),
         ("evaluation.n=2", "evaluation.n = 2: greedy decoding gives the same response each time; set "
@@ -60,7 +62,7 @@ def test_the_example_is_good(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_one_key(tmp_path: Path, override: str, message: str) -> None:
-    found = faults(tmp_path, override, world_size=3 if override.endswith("=100") else 2)
+    found = faults(tmp_path, *override.split(), world_size=3 if override.endswith("=100") else 2)
     assert len(found) == 1
     assert found[0].startswith(message)
 
@@ -156,8 +158,24 @@ def test_aggregation_length(tmp_path: Path) -> None:
     assert missing.startswith("algorithm.aggregation_length = null: ")
     assert missing.endswith("nearest: 512")
     assert faults(tmp_path, normed, "algorithm.aggregation_length=512") == []
-    (unread,) = faults(tmp_path, "algorithm.aggregation_length=512")
-    assert "token-mean does not read it" in unread
+
+
+@pytest.mark.parametrize(
+    ("override", "decides", "default"),
+    [
+        ("algorithm.normalize_std=false", "algorithm.advantage=rloo", "true"),
+        ("algorithm.dual_clip=3", "algorithm.policy_loss=cispo", "null"),
+        ("algorithm.aggregation_length=9", "algorithm.aggregation=token-mean", "null"),
+        ("algorithm.importance_cap=3", "algorithm.importance_correction=null", "2.0"),
+        ("trainer.epochs=2", "trainer.steps=10", "1"),
+    ],
+)
+def test_keys_that_nothing_would_read(tmp_path: Path, override: str, decides: str, default: str) -> None:
+    """cases.md H08: what was set has its effect or is refused."""
+    (fault,) = faults(tmp_path, override, decides)
+    decider = decides.replace("=", " = ").replace("null", "None")
+    assert fault.endswith(f"is not read where {decider}; nearest: {default}")
+    assert fault.startswith(override.partition("=")[0])
 
 
 @pytest.mark.parametrize("truncation", ["rollout.top_p=0.9", "rollout.top_k=20"])
@@ -175,6 +193,16 @@ def test_lengths_must_fit_the_model(tmp_path: Path) -> None:
         "rollout.max_response_length = 30721: with rollout.max_prompt_length = 2048 it is 32769 tokens; the model has "
         "32768; nearest: 30720"
     ]
+
+
+def test_the_kv_cache_must_hold_one_sequence(tmp_path: Path) -> None:
+    """32768 tokens × 2 (k, v) × 28 layers × 4 heads × 128 channels × 2 bytes = 1.75 GiB; half of the heads at TP2."""
+    lengths = ("rollout.max_prompt_length=2048", "rollout.max_response_length=30720")
+    (fault,) = faults(tmp_path, *lengths, "rollout.kv_cache_gib=1.7")
+    assert fault == "rollout.kv_cache_gib = 1.7: one sequence of 32768 tokens needs 1.75 GiB; nearest: 1.75"
+    assert faults(tmp_path, *lengths, "rollout.kv_cache_gib=1.75") == []
+    tp2 = "rollout.tensor_parallel_size=2"
+    assert faults(tmp_path, *lengths, "rollout.kv_cache_gib=0.9", tp2, world_size=2) == []
 
 
 def test_models_that_cannot_be_used_are_one_more_fault(tmp_path: Path) -> None:
