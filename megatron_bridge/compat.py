@@ -1,9 +1,21 @@
-"""The one place that knows how versions of megatron-core and vLLM differ, and where they keep what is not public."""
+"""The one place that knows how versions of torch, megatron-core and vLLM differ, and where they hide what we need."""
 
+import functools
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+
+def mlp_submodules(mlp: Any) -> Any:
+    """The submodules in megatron-core's description of an MLP: a ModuleSpec in 0.16, a partial in 0.19."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def allow_grouped_queries(attention: Any) -> dict[str, bool]:
+    """Keywords that let an attention function of torch take fewer key than query heads; older ones need none."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 
 def keep_vllm_cpu_weights_plain() -> None:

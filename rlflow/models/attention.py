@@ -7,7 +7,6 @@ the variable-length kernel instead. Queries and keys are rotated here, by the po
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_bridge.compat import allow_grouped_queries
 from rlflow.models.rope import rotate
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInpu
     """The CUDA kernel for packed sequences that share no prompts; its scale is 1 / √d."""
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped: dict[str, Any] = {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before, grouped heads needed no permission
-        grouped["enable_gqa"] = query.shape[1] != key.shape[1]
+    grouped = allow_grouped_queries(varlen_attn) if query.shape[1] != key.shape[1] else {}
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     out: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
     return out.flatten(1)

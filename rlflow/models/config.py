@@ -71,7 +71,8 @@ def transformer_config(
         persist_layer_norm=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=True,
+        bias_activation_fusion=False,
+        use_te_activation_func=not transformer_engine,  # despite its name: take the activation from the layer spec
         apply_rope_fusion=transformer_engine,
         **_RECOMPUTE[recompute],
     )

@@ -133,7 +133,7 @@ def _target_logits(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor
 
 
 def _grad_logits(log_softmax: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor | None, entropy: Tensor) -> Tensor:
-    """−p·(g + h·(log p + H)): the gradient of g·log p[target] + h·H but for the target's own + g. Overwrites its input."""
+    """−p·(g + h·(log p + H)): the gradient of g·log p[target] + h·H but for the target's own + g. In place."""
     if grad_entropy is None:
         return log_softmax.exp_().mul_(-grad_log_probs[:, None])
     slope = (log_softmax + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])

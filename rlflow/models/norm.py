@@ -5,12 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+
+
+class _RMSNormOnCPU(torch.autograd.Function):
+    """torch has no fused kernel for CPUs; its composite one makes about twice the passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = states.float()
+        mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_().div_(states.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.save_for_backward(states, weight, scale)
+        return (exact * scale).mul_(weight).to(states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        states, weight, scale = ctx.saved_tensors
+        grad, weight_exact = grads[0].float(), weight.float()
+        normed = states.float() * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        projection = torch.matmul(product, weight_exact).unsqueeze_(-1).div_(states.shape[-1])
+        grad_states = (grad * weight_exact).addcmul_(normed, projection, value=-1).mul_(scale)
+        return grad_states.to(states.dtype), grad_weight.to(weight.dtype), None
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / rms(x) · weight over the last dimension, computed in float32 inside."""
+    """x / rms(x) · weight over the last dimension, computed in float32."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         # Under sequence parallelism each rank sees a part of the rows: megatron then sums this gradient over the group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, states: Tensor) -> Tensor:
+        if states.device.type == "cpu":
+            return _RMSNormOnCPU.apply(states, self.weight, self.eps)
+        return super().forward(states)

@@ -23,7 +23,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_bridge.compat import mlp_submodules
 from megatron_bridge.families import Architecture
+from rlflow.models.activation import SwiGLU
 from rlflow.models.attention import PackedAttention
 from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.norm import RMSNorm
@@ -118,6 +120,7 @@ def _layer_spec(config: TransformerConfig) -> Any:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     layer.self_attention.submodules.core_attention = PackedAttention
+    mlp_submodules(layer.mlp).activation_func = SwiGLU
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
