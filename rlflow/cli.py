@@ -40,6 +40,7 @@ def train(args: argparse.Namespace) -> int:
     config = _config(args, "train")
     if args.nproc is not None:
         return launch(args.nproc, ["train", args.config, *args.overrides])
+    _prepare_libraries(config)
     from rlflow import job
 
     return job.train(config)
@@ -50,6 +51,7 @@ def evaluate(args: argparse.Namespace) -> int:
     config = _config(args, "evaluate")
     if args.nproc is not None:
         return launch(args.nproc, ["eval", args.config, *args.overrides])
+    _prepare_libraries(config)
     from rlflow import job
 
     return job.evaluate(config)
@@ -64,6 +66,7 @@ def generate(args: argparse.Namespace) -> int:
         source = ["--model", args.model] if args.config is None else [args.config]
         prompts = [word for prompt in args.prompt for word in ("--prompt", prompt)]
         return launch(args.nproc, ["generate", *source, *args.overrides, *prompts])
+    _prepare_libraries(config)
     from rlflow import job
 
     return job.generate(config, args.prompt)
@@ -99,6 +102,14 @@ def _config(args: argparse.Namespace, purpose: Purpose) -> Config:
         model = {"model": {"path": args.model}}
         return assemble(model, args.overrides, world_size=world_size, purpose=purpose, source="generate")
     return load(args.config, args.overrides, world_size=world_size, purpose=purpose)
+
+
+def _prepare_libraries(config: Config) -> None:
+    """Set what libraries read when they are loaded, unless the user has set it."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM warns on every rank that it binds memory
+    if config.actor.tensor_parallel_size > 1:
+        # One queue to the GPU: megatron overlaps tensor parallel communication by the order of launches.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _report(error: UserError) -> None:

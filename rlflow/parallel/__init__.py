@@ -5,8 +5,9 @@ Everything that megatron-core or torch.distributed keep as global state is fence
 
 import warnings
 
-from rlflow.parallel import cpu_shim
+from rlflow.parallel import cpu_shim, known_warnings
 
+known_warnings.silence()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core names every optional package that it does not find
     # Before anything imports megatron-core, which binds torch.compile on import.
