@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from rlflow.data.loader import Loader
 from rlflow.data.prompts import load_prompts
 from rlflow.rewards.scorer import Scorer
 from rlflow.roles import Engine
+from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from rlflow.rollout.world import rollout_ranks
 from rlflow.tracking import Tracker
@@ -51,7 +53,7 @@ def evaluate(config: Config) -> int:
     """Print accuracy on the held-out file, greedy and sampled, with pass@k for the samples; returns the exit code."""
     with parallel.reporting(lambda: "evaluate"):
         start(config)
-        tokenizer = load_tokenizer(config.model.tokenizer)
+        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         prompts = held_out_prompts(config, tokenizer)
         rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
         rollout.sync_from_hf(config.model.path)
@@ -66,7 +68,7 @@ def generate(config: Config, prompts: Sequence[str]) -> int:
     """Print `rollout.n` responses to each prompt; returns the exit code."""
     with parallel.reporting(lambda: "generate"):
         start(config)
-        tokenizer = load_tokenizer(config.model.tokenizer)
+        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         encoder = Encoder(tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
         ids = encoder.encode(prompts)
         asked = [Prompt(f"prompt/{number}", ids, {}, None) for number, ids in enumerate(ids)]
@@ -82,8 +84,9 @@ def generate(config: Config, prompts: Sequence[str]) -> int:
 def assemble(config: Config) -> online.Run:
     """Build every part of a training run and bring it to where it starts, or goes on from a checkpoint. Collective."""
     start(config)
+    save_config(config)
     architecture = load_architecture(config.model.path)
-    tokenizer = load_tokenizer(config.model.tokenizer)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     loader, held_out_set = start_data(config, tokenizer)
     scorer = Scorer(config.rewards)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
@@ -118,7 +121,7 @@ def assemble(config: Config) -> online.Run:
 
 
 def start(config: Config) -> None:
-    """Make the process one of the job's, and save the configuration that runs."""
+    """Make the process one of the job's."""
     parallel.initialize(config.trainer.timeout_seconds, config.trainer.seed)
     level = logging.INFO if is_main() else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
@@ -127,19 +130,23 @@ def start(config: Config) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if is_main() and config.trainer.output_dir:
+
+
+def save_config(config: Config) -> None:
+    """Leave the resolved configuration, which is what runs, in the run's folder."""
+    if is_main():
         folder = Path(config.trainer.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config))
 
 
-def stop(rollout: VLLMRollout) -> None:
+def stop(rollout: RolloutEngine) -> None:
     """End this process's part of a job that went well; vLLM's groups go before those they were made from."""
     rollout.shutdown()
     parallel.shutdown()
 
 
-def start_data(config: Config, tokenizer: object) -> tuple[Loader, Sequence[Prompt]]:
+def start_data(config: Config, tokenizer: Any) -> tuple[Loader, Sequence[Prompt]]:
     """The training prompts in their order, and the held-out ones."""
     prompts = load_prompts(
         config.data.train, tokenizer, config.data, max_length=config.rollout.max_prompt_length, name="train"
@@ -151,7 +158,7 @@ def start_data(config: Config, tokenizer: object) -> tuple[Loader, Sequence[Prom
     return loader, held_out_prompts(config, tokenizer)
 
 
-def held_out_prompts(config: Config, tokenizer: object) -> Sequence[Prompt]:
+def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
     if config.data.evaluation is None:
         return []
     return load_prompts(
@@ -160,7 +167,7 @@ def held_out_prompts(config: Config, tokenizer: object) -> Sequence[Prompt]:
     )  # fmt: skip
 
 
-def start_rollout(config: Config, architecture: Architecture, tokenizer: object) -> VLLMRollout:
+def start_rollout(config: Config, architecture: Architecture, tokenizer: Any) -> VLLMRollout:
     return VLLMRollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
@@ -202,7 +209,8 @@ def resume(run: online.Run) -> None:
     if folder is None:
         return
     run.state = run.checkpoints.load(run.actor, folder)
-    run.loader.load_state(run.state.loader)
+    if run.state.loader is not None:
+        run.loader.load_state(run.state.loader)
     log.info("going on from %s at step %d", folder, run.state.step)
 
 

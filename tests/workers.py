@@ -67,7 +67,8 @@ class World:
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        # Not a daemon: megatron-core saves checkpoints from child processes. A worker ends when its pipe closes.
+        process = self._context.Process(target=_serve, args=(theirs,))
         process.start()
         theirs.close()
         self._workers.append((process, ours))

@@ -3,60 +3,100 @@
 The optimizer's state is written in the shape of the parameters ("fully reshardable"): it loads on another layout.
 """
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 
+from rlflow.parallel import active
 from rlflow.roles.engine import Engine
+from rlflow.roles.training import Training
+
+
+def save(engine: Engine, folder: Path) -> None:
+    """Write the engine's shards; every rank of the engine's grid calls it with the same folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    training = _training(engine)
+    training.gather_parameters()
+    with active(engine.grid):
+        model = engine.model.sharded_state_dict(metadata=_metadata(engine))
+        optimizer = training.optimizer.sharded_state_dict(model, metadata=_metadata(engine))
+        dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(folder))
+
+
+def load(engine: Engine, folder: Path, updates: int) -> None:
+    """Read the engine's shards, whatever layout wrote them. `updates`: optimizer steps taken so far."""
+    training = _training(engine)
+    _prepare_moments(training)
+    with active(engine.grid):
+        model = engine.model.sharded_state_dict(metadata=_metadata(engine))
+        optimizer = training.optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata(engine))
+        state = dist_checkpointing.load({"model": model, "optimizer": optimizer}, str(folder))
+        engine.model.load_state_dict(state["model"])
+        with _steps_kept(training):
+            training.optimizer.load_state_dict(state["optimizer"])
+    _restore_step_counts(training, updates)
+
+
+def _training(engine: Engine) -> Training:
+    assert engine.training is not None, "a frozen engine has nothing to save"
+    return engine.training
 
 
 def _metadata(engine: Engine) -> dict[str, Any]:
     return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.grid.groups.dp_cp}
 
 
-def _optimizers(engine: Engine) -> list[torch.optim.Optimizer]:
-    chained = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
-    return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
+def _optimizers(training: Training) -> list[Any]:
+    """megatron's distributed optimizers; one without parameters on this rank has nothing inside."""
+    return [chained for chained in training.optimizer.chained_optimizers if chained.optimizer is not None]
 
 
-def save(engine: Engine, folder: Path) -> None:
-    """Write the engine's shards; every rank of the job calls it with the same folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = engine.model.sharded_state_dict(metadata=_metadata(engine))
-    state = {"model": model, "optimizer": engine.optimizer.sharded_state_dict(model, metadata=_metadata(engine))}
-    dist_checkpointing.save(state, str(folder))
+def _torch_states(training: Training) -> list[tuple[torch.optim.Optimizer, torch.Tensor]]:
+    """Every main parameter that torch's AdamW updates; fused implementations need none of what follows."""
+    plain = [chained.optimizer for chained in _optimizers(training)]
+    adams = [optimizer for optimizer in plain if isinstance(optimizer, torch.optim.Adam)]
+    return [(adam, parameter) for adam in adams for group in adam.param_groups for parameter in group["params"]]
 
 
-def load(engine: Engine, folder: Path, updates: int) -> None:
-    """Read the engine's shards, whatever layout wrote them. `updates`: optimizer steps taken so far."""
-    _prepare_moments(engine)
-    model = engine.model.sharded_state_dict(metadata=_metadata(engine))
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata(engine))
-    state = dist_checkpointing.load({"model": model, "optimizer": optimizer}, str(folder))
-    engine.model.load_state_dict(state["model"])
-    engine.optimizer.load_state_dict(state["optimizer"])
-    _restore_step_counts(engine, updates)
+def _prepare_moments(training: Training) -> None:
+    """torch's AdamW makes its state at the first step; loading needs it before."""
+    for adam, parameter in _torch_states(training):
+        adam.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
 
-def _prepare_moments(engine: Engine) -> None:
-    """torch's AdamW makes its state at the first step; loading needs it before. `step` is restored apart."""
-    for optimizer in _optimizers(engine):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter] = {
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+@contextlib.contextmanager
+def _steps_kept(training: Training) -> Iterator[None]:
+    """megatron copies each entry of torch AdamW's state from the checkpoint, which holds no `step`: give it its own."""
+    for optimizer in _optimizers(training):
+        optimizer._set_main_param_and_optimizer_states = partial(_set_with_step, optimizer)
+    try:
+        yield
+    finally:
+        for optimizer in _optimizers(training):
+            del optimizer._set_main_param_and_optimizer_states
 
 
-def _restore_step_counts(engine: Engine, updates: int) -> None:
-    """torch's AdamW counts steps in a tensor of each parameter: a shared one would advance many times a step."""
-    for optimizer in _optimizers(engine):
-        for group in optimizer.param_groups:
-            if "step" in group:  # fused optimizers count per group
+def _set_with_step(optimizer: Any, model_parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    group, place = optimizer.model_param_group_index_map[model_parameter]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
+    step = {"step": state["step"]} if "step" in state else {}
+    type(optimizer)._set_main_param_and_optimizer_states(optimizer, model_parameter, tensors | step)
+
+
+def _restore_step_counts(training: Training, updates: int) -> None:
+    """A tensor for each parameter: one that they share would advance many times a step."""
+    for optimizer in _optimizers(training):
+        for group in optimizer.optimizer.param_groups:
+            if "step" in group:  # fused implementations count per group
                 group["step"] = updates
-        if isinstance(optimizer, torch.optim.Adam):
-            for state in optimizer.state.values():
-                state["step"] = torch.tensor(float(updates))
+    for adam, parameter in _torch_states(training):
+        adam.state[parameter]["step"] = torch.tensor(float(updates))

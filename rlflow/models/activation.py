@@ -36,3 +36,7 @@ class SwiGLU(torch.nn.Module):
     def forward(self, joined: Tensor) -> Tensor:
         """[..., 2 · ffn] → [..., ffn]."""
         return _SwiGLU.apply(joined)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save; megatron's MLP asks each of its modules."""
+        return {}

@@ -37,6 +37,10 @@ class RolloutEngine(Protocol):
 
     def wake_kv_cache(self) -> None: ...
 
+    def shutdown(self) -> None:
+        """Release the engine and its process groups."""
+        ...
+
 
 class Backend(Protocol):
     """The calls of an inference engine that `Lifecycle` puts in order (vLLM's `LLM` has them)."""
