@@ -8,7 +8,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rlflow import __version__
 from rlflow.config import Config, assemble, load
@@ -17,6 +18,7 @@ from rlflow.config.summary import summarize
 from rlflow.errors import UserError
 
 SECONDS_FOR_RANK_0 = 10.0
+Work = Callable[[], int]  # what a command does once its configuration is good; returns the exit code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,35 +31,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides += rest
     try:
-        return args.command(args)
+        work = args.command(args)
     except UserError as error:
         _report(error)
         return 2
+    return work()
 
 
-def train(args: argparse.Namespace) -> int:
+def train(args: argparse.Namespace) -> Work:
     """Train, in this process as one of torchrun's, or with --nproc in that many processes of this machine."""
     config = _config(args, "train")
     if args.nproc is not None:
-        return launch(args.nproc, ["train", args.config, *args.overrides])
+        return partial(launch, args.nproc, ["train", args.config, *args.overrides])
     _prepare_libraries(config)
     from rlflow import job
 
-    return job.train(config)
+    return partial(job.train, config)
 
 
-def evaluate(args: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> Work:
     """Score the held-out file, greedily and sampled."""
     config = _config(args, "evaluate")
     if args.nproc is not None:
-        return launch(args.nproc, ["eval", args.config, *args.overrides])
+        return partial(launch, args.nproc, ["eval", args.config, *args.overrides])
     _prepare_libraries(config)
     from rlflow import job
 
-    return job.evaluate(config)
+    return partial(job.evaluate, config)
 
 
-def generate(args: argparse.Namespace) -> int:
+def generate(args: argparse.Namespace) -> Work:
     """Print responses to the prompts given."""
     if (args.config is None) == (args.model is None):
         raise UserError("generate", "needs either CONFIG or --model")
@@ -65,18 +68,18 @@ def generate(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         source = ["--model", args.model] if args.config is None else [args.config]
         prompts = [word for prompt in args.prompt for word in ("--prompt", prompt)]
-        return launch(args.nproc, ["generate", *source, *args.overrides, *prompts])
+        return partial(launch, args.nproc, ["generate", *source, *args.overrides, *prompts])
     _prepare_libraries(config)
     from rlflow import job
 
-    return job.generate(config, args.prompt)
+    return partial(job.generate, config, args.prompt)
 
 
-def check(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> Work:
     """Say what is wrong with a configuration, or what it would run."""
     config = load(args.config, args.overrides, world_size=args.world_size)
     print(f"{args.config}: good\n{summarize(config, args.world_size)}")
-    return 0
+    return lambda: 0
 
 
 def launch(processes: int, command: Sequence[str]) -> int:
