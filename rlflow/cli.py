@@ -31,11 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.overrides += rest
     try:
-        work = args.command(args)
+        return args.command(args)()
     except UserError as error:
         _report(error)
         return 2
-    return work()
 
 
 def train(args: argparse.Namespace) -> Work:
