@@ -7,7 +7,6 @@ import warnings
 
 from rlflow.parallel import cpu_shim, known_warnings
 
-known_warnings.silence()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core names every optional package that it does not find
     # Before anything imports megatron-core, which binds torch.compile on import.
@@ -16,5 +15,7 @@ with warnings.catch_warnings():
     from rlflow.parallel.grid import Grid
 from rlflow.parallel.process import device, initialize, limit_threads, reporting, shutdown
 from rlflow.parallel.seeds import derive_seed
+
+known_warnings.silence()
 
 __all__ = ["Grid", "active", "derive_seed", "device", "initialize", "limit_threads", "reporting", "shutdown"]
