@@ -42,7 +42,10 @@ def _call(rank: int, size: int, store: str, function: Callable[..., Any], args: 
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
         )
-        return True, function(*args)
+        result = function(*args)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that left early would break the connections of one that is still joining
+        return True, result
     except Exception:
         return False, traceback.format_exc()
     finally:
