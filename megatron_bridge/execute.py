@@ -38,8 +38,8 @@ class Transfer:
     `source` and `target` map the layouts' parameter names to tensors, empty where the rank holds none. Tensors are
     looked at anew in each run, so a parameter whose storage was replaced needs no rebinding. `dtype` is what is sent;
     senders cast to it. It must hold every target dtype without loss, so that local and received values agree.
-    `bucket_bytes` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live where
-    the group's backend can send from.
+    `bucket_bytes` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live
+    where the group's backend can send from.
     """
 
     def __init__(
