@@ -1,7 +1,8 @@
 """Log-probs and entropies of chosen tokens from hidden states, over a vocabulary that is cut across ranks.
 
-Logits exist for one chunk of tokens at a time and are computed again in the backward pass. Padded vocabulary rows never
-take part: their logits are not even computed.
+Logits exist for one chunk of tokens at a time, in the model's dtype, and are computed again in the backward pass; the
+softmax is computed in float32, for a few rows at a time that stay in the cache. Padded vocabulary rows never take part:
+their logits are not even computed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+EXACT_ELEMENTS = 2**21
+"""Logits that are held in float32 at once."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,12 @@ class VocabShard:
     @property
     def is_whole(self) -> bool:
         return self.group is None or self.group.size() == 1
+
+    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Which targets lie in this shard: bool [R], and the rows of those that do."""
+        local = targets - self.start
+        is_here = (local >= 0) & (local < self.size)
+        return is_here, local[is_here]
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         if not self.is_whole:
@@ -66,11 +76,12 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = _logits(hidden[rows], weight, shard, temperature)
-            log_norm[rows], mean_logit = _normaliser(logits, shard, with_entropy)
-            log_probs[rows] = _target_logits(logits, targets[rows], shard) - log_norm[rows]
-            if mean_logit is not None:
-                entropy[rows] = log_norm[rows] - mean_logit
+            logits = torch.mm(hidden[rows], weight[: shard.size].t())
+            found = _statistics(logits, targets[rows], shard, temperature, with_entropy)
+            log_norm[rows] = found.log_norm
+            log_probs[rows] = found.target - found.log_norm
+            if with_entropy:
+                entropy[rows] = found.entropy
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
         return log_probs, entropy
@@ -79,79 +90,97 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_norm, entropy = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
-        grad_log_probs = grads[0] / temperature
-        grad_entropy = grads[1] / temperature if len(entropy) else None
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            logits = _logits(hidden[rows], weight, shard, temperature).sub_(log_norm[rows, None])
-            grad = _grad_logits(
-                logits, grad_log_probs[rows], None if grad_entropy is None else grad_entropy[rows], entropy[rows]
-            )
-            _add_to_targets(grad, targets[rows], grad_log_probs[rows], shard)
-            grad = grad.to(weight.dtype)
-            torch.mm(grad, weight[: shard.size], out=grad_hidden[rows])
-            _accumulate(grad_weight[: shard.size], grad.t(), hidden[rows])
+        chunks = _chunks(len(hidden), ctx.chunk_tokens)
+        # Several chunks are summed in float32, as if they had been one.
+        grad_weight = torch.zeros_like(weight, dtype=weight.dtype if len(chunks) == 1 else torch.float32)
+        used = weight[: shard.size]
+        for rows in chunks:
+            logits = torch.mm(hidden[rows], used.t())
+            slopes = _Slopes(grads[0][rows], grads[1][rows] if len(entropy) else None, log_norm[rows], entropy[rows])
+            _turn_into_gradient(logits, targets[rows], shard, temperature, slopes)
+            torch.mm(logits, used, out=grad_hidden[rows])
+            if logits.dtype == grad_weight.dtype:
+                grad_weight[: shard.size].addmm_(logits.t(), hidden[rows])
+            else:
+                grad_weight[: shard.size].add_(logits.t() @ hidden[rows])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+
+
+@dataclass
+class _Statistics:
+    """Of a chunk's distributions over the whole vocabulary: float32 [tokens] each."""
+
+    log_norm: Tensor  # log Σ exp(logit / temperature)
+    target: Tensor  # logit / temperature of the target
+    entropy: Tensor | None
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, with_entropy: bool
+) -> _Statistics:
+    """Two collectives a chunk: the peaks, so that exp stays finite, and then all sums together."""
+    peak = logits.amax(-1).float() if shard.size else logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
+    peak = shard.reduce(peak, dist.ReduceOp.MAX) / temperature
+    sums = torch.zeros((3, len(logits)), dtype=torch.float32, device=logits.device)
+    total, weighted, target = sums
+    is_here, local = shard.find(targets)
+    target[is_here] = logits[is_here, local].float() / temperature
+    for part in _parts(logits):
+        shifted = _exact(logits[part], temperature).sub_(peak[part, None])
+        if with_entropy:
+            powers = shifted.exp()
+            weighted[part] = powers.mul(shifted).sum(-1)
+        else:
+            powers = shifted.exp_()
+        total[part] = powers.sum(-1)
+    shard.reduce(sums)
+    log_total = total.log()
+    return _Statistics(log_total + peak, target, log_total - weighted / total if with_entropy else None)
+
+
+@dataclass
+class _Slopes:
+    """What a chunk's gradient depends on: float32 [tokens] each."""
+
+    log_probs: Tensor  # gradient of the log-probs
+    entropies: Tensor | None  # gradient of the entropies
+    log_norm: Tensor
+    entropy: Tensor  # the entropies; empty where none were computed
+
+
+def _turn_into_gradient(
+    logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, slopes: _Slopes
+) -> None:
+    """Overwrite logits by the gradient of Σ g · log p[target] + h · H: g · (1[target] − p) − h · p · (log p + H)."""
+    is_here, local = shard.find(targets)
+    on_target = torch.zeros_like(slopes.log_probs).masked_scatter_(is_here, slopes.log_probs[is_here])
+    column = torch.zeros_like(targets).masked_scatter_(is_here, local)
+    for part in _parts(logits):
+        log_softmax = _exact(logits[part], temperature).sub_(slopes.log_norm[part, None])
+        factor = slopes.log_probs[part, None]
+        if slopes.entropies is not None:
+            spread = (log_softmax + slopes.entropy[part, None]).mul_(slopes.entropies[part, None])
+            factor = spread.add_(factor)
+        grad = log_softmax.exp_().mul_(factor.neg())
+        if shard.size:
+            grad.scatter_add_(1, column[part, None], on_target[part, None])
+        if temperature != 1.0:
+            grad.div_(temperature)
+        if logits.dtype != grad.dtype:
+            logits[part] = grad
+
+
+def _exact(logits: Tensor, temperature: float) -> Tensor:
+    """Logits over temperature in float32; overwrites float32 logits."""
+    exact = logits.float()
+    return exact if temperature == 1.0 else exact.div_(temperature)
 
 
 def _chunks(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    """float32 [tokens, shard.size], from a matrix product in the model's dtype."""
-    logits = torch.mm(hidden, weight[: shard.size].t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _normaliser(logits: Tensor, shard: VocabShard, with_mean: bool) -> tuple[Tensor, Tensor | None]:
-    """log Σ exp over the whole vocabulary, and the mean of the logits under the distribution: float32 [tokens]."""
-    if shard.is_whole:
-        log_norm = logits.logsumexp(-1)
-        return log_norm, _mean_logit(logits, log_norm) if with_mean else None
-    peak = logits.amax(-1) if shard.size else logits.new_full((len(logits),), -torch.inf)
-    shard.reduce(peak, dist.ReduceOp.MAX)
-    log_norm = shard.reduce((logits - peak[:, None]).exp_().sum(-1)).log_() + peak
-    return log_norm, shard.reduce(_mean_logit(logits, log_norm)) if with_mean else None
-
-
-def _mean_logit(logits: Tensor, log_norm: Tensor) -> Tensor:
-    """This shard's part of Σ p·logit."""
-    return torch.linalg.vecdot((logits - log_norm[:, None]).exp_(), logits)
-
-
-def _target_logits(logits: Tensor, targets: Tensor, shard: VocabShard) -> Tensor:
-    """The logit of each target, wherever its row lies."""
-    if shard.is_whole:
-        return logits.gather(1, targets[:, None])[:, 0]
-    local = targets - shard.start
-    is_here = (local >= 0) & (local < shard.size)
-    found = logits.new_zeros(len(targets))
-    found[is_here] = logits[is_here, local[is_here]]
-    return shard.reduce(found)
-
-
-def _grad_logits(log_softmax: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor | None, entropy: Tensor) -> Tensor:
-    """−p·(g + h·(log p + H)): the gradient of g·log p[target] + h·H but for the target's own + g. In place."""
-    if grad_entropy is None:
-        return log_softmax.exp_().mul_(-grad_log_probs[:, None])
-    slope = (log_softmax + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
-    return log_softmax.exp_().mul_(slope).neg_()
-
-
-def _add_to_targets(grad: Tensor, targets: Tensor, values: Tensor, shard: VocabShard) -> None:
-    local = targets - shard.start
-    if shard.is_whole:
-        grad.scatter_add_(1, local[:, None], values[:, None])
-        return
-    is_here = (local >= 0) & (local < shard.size)
-    grad[is_here.nonzero()[:, 0], local[is_here]] += values[is_here]
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right, in float32 whatever the dtype of the factors."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+def _parts(logits: Tensor) -> list[slice]:
+    """Runs of rows with at most `EXACT_ELEMENTS` logits."""
+    return _chunks(len(logits), max(1, EXACT_ELEMENTS // max(1, logits.shape[1])))
