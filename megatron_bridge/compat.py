@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as distributed_c10d
 
 
 def mlp_submodules(mlp: Any) -> Any:
@@ -40,11 +41,18 @@ def vllm_load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     vllm_runner(llm).reload_weights(weights_iterator=iter(tensors))
 
 
-def forget_vllm_groups() -> None:
-    """Destroy vLLM's process groups, but not the job's default group, which its own function would take along."""
+def stop_vllm(llm: Any) -> None:
+    """End an engine of this process with its groups, but not the job's default group, which vLLM would take along.
+
+    vLLM 0.32 would do this at garbage collection by itself. It spares a default group that it does not see.
+    """
     from vllm.distributed import parallel_state
 
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
+    member = distributed_c10d.GroupMember
+    world, member.WORLD = member.WORLD, None
+    try:
+        llm.llm_engine.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    finally:
+        member.WORLD = world

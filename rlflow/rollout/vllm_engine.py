@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megatron_bridge import compat
 from megatron_bridge.families.architecture import Architecture
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.config.schema import Rollout
@@ -139,10 +140,8 @@ class VLLMRollout:
 
     def shutdown(self) -> None:
         """Release the engine and its process groups, so that the process can start another one."""
+        self._weights.release()
+        self._lifecycle = Lifecycle(None, 0)
         if self._llm is not None:
-            from megatron_bridge import compat
-
-            self._weights.release()
-            self._lifecycle = Lifecycle(None, 0)
+            compat.stop_vllm(self._llm)
             self._llm = None
-            compat.forget_vllm_groups()

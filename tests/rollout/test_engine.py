@@ -1,0 +1,123 @@
+"""The order in which an engine may be used, on a fake one that remembers which weights its cache came from."""
+
+import pytest
+
+from rlflow.rollout.engine import Lifecycle, NotReady
+
+
+class FakeEngine:
+    """Keeps per prompt the version of the weights that filled its key-value cache, and all calls in order."""
+
+    def __init__(self) -> None:
+        self.weights, self.busy = 0, False
+        self.cache: dict[str, int] = {}
+        self.calls: list[str] = []
+
+    def write(self, version: int) -> None:
+        self.calls.append("write")
+        self.weights = version
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        if not self.busy:
+            self.cache.clear()
+        return not self.busy
+
+    def generate(self, prompt: str) -> int:
+        """The version of the cached keys and values that the response attends to."""
+        self.calls.append("generate")
+        return self.cache.setdefault(prompt, self.weights)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags[0]}")
+
+
+def ready(engine: FakeEngine, sleep_level: int = 2) -> Lifecycle:
+    lifecycle = Lifecycle(engine, sleep_level)
+    with lifecycle.updating():
+        engine.write(1)
+    return lifecycle
+
+
+def test_nothing_is_sampled_before_the_first_sync() -> None:
+    lifecycle = Lifecycle(FakeEngine(), 0)
+    with pytest.raises(NotReady, match="no complete weights"):
+        lifecycle.require_ready()
+
+
+def test_every_token_comes_from_the_cache_of_the_current_weights() -> None:
+    """cases.md C01: update, finish, reset, generate, in this order."""
+    engine = FakeEngine()
+    lifecycle = ready(engine)
+    for version in (1, 2, 3):
+        with lifecycle.updating():
+            engine.write(version)
+        lifecycle.require_ready()
+        assert engine.generate("the same prompt") == version
+    assert engine.calls[2:] == ["write", "reset", "generate"] * 3
+    assert lifecycle.version == 4
+
+
+def test_a_refused_reset_of_the_prefix_cache_is_not_ignored() -> None:
+    """cases.md C01: vLLM answers False while requests run."""
+    engine = FakeEngine()
+    lifecycle = ready(engine)
+    engine.busy = True
+    with pytest.raises(NotReady, match="prefix cache"), lifecycle.updating():
+        engine.write(2)
+    with pytest.raises(NotReady):
+        lifecycle.require_ready()
+    assert lifecycle.version == 1
+
+
+def test_nothing_is_sampled_from_half_written_weights() -> None:
+    lifecycle = ready(FakeEngine())
+    with pytest.raises(ConnectionError), lifecycle.updating():
+        raise ConnectionError
+    with pytest.raises(NotReady, match="no complete weights"):
+        lifecycle.require_ready()
+
+
+def test_sleep_level_2_drops_the_weights() -> None:
+    """cases.md C10: generate needs weights written since, and the cache awake."""
+    engine = FakeEngine()
+    lifecycle = ready(engine, sleep_level=2)
+    lifecycle.sleep()
+    lifecycle.sleep()
+    with pytest.raises(NotReady, match="asleep"), lifecycle.updating():
+        pass
+    lifecycle.wake("weights")
+    with lifecycle.updating():
+        engine.write(2)
+    with pytest.raises(NotReady, match="kv_cache are asleep"):
+        lifecycle.require_ready()
+    lifecycle.wake("kv_cache")
+    lifecycle.wake("kv_cache")
+    lifecycle.require_ready()
+    assert engine.calls[2:] == ["sleep 2", "wake weights", "write", "reset", "wake kv_cache"]
+
+    lifecycle.sleep()
+    lifecycle.wake("weights")
+    lifecycle.wake("kv_cache")
+    with pytest.raises(NotReady, match="no complete weights"):
+        lifecycle.require_ready()
+
+
+def test_sleep_level_1_keeps_the_weights() -> None:
+    lifecycle = ready(FakeEngine(), sleep_level=1)
+    lifecycle.sleep()
+    lifecycle.wake("weights")
+    lifecycle.wake("kv_cache")
+    lifecycle.require_ready()
+
+
+def test_sleeping_is_nothing_on_a_cpu() -> None:
+    engine = FakeEngine()
+    lifecycle = ready(engine, sleep_level=0)
+    lifecycle.sleep()
+    lifecycle.require_ready()
+    lifecycle.wake("weights")
+    assert engine.calls == ["write", "reset"]
