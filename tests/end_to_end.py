@@ -1,0 +1,72 @@
+"""What end-to-end tests need: a small task, rewards with faults built in, and the command as a user starts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def fraction_of_digits(response: str, answer: Any, *, row: dict[str, Any]) -> float:
+    """A reward that a random model can climb: how much of the text is digits."""
+    return sum(letter.isdigit() for letter in response) / max(len(response), 1)
+
+
+def fail_on_rank_one(response: str, answer: Any, *, row: dict[str, Any]) -> float:
+    """A mistake in a user's program that only one rank makes."""
+    if os.environ["RANK"] == "1":
+        raise SystemExit("the judge is unwell")
+    return 0.0
+
+
+def write_rows(path: Path, count: int) -> Path:
+    rows = [{"prompt": f"{number} plus {number + 1} =", "answer": 2 * number + 1} for number in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def configuration(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
+    """A configuration file of a small run into `folder`/run; `sections` go over its defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "actor": {"micro_batch_tokens": 256},
+        "optimizer": {"lr": 1e-3},
+        "rollout": {"n": 4, "max_prompt_length": 48, "max_response_length": 12, "kv_cache_gib": 0.1},
+        "data": {
+            "train": str(write_rows(folder / "train.jsonl", 40)),
+            "evaluation": str(write_rows(folder / "held_out.jsonl", 5)),
+        },
+        "rewards": [{"function": "tests.end_to_end:fraction_of_digits", "name": "digits"}],
+        "trainer": {"steps": 2, "prompts_per_step": 6, "output_dir": str(folder / "run")},
+    }
+    for name, values in sections.items():
+        config[name] = values if isinstance(values, list) else {**config.get(name, {}), **values}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def rlflow(*arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run the command in the root of the checkout."""
+    command = [sys.executable, "-m", "rlflow", *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def succeed(*arguments: str | Path) -> str:
+    """Run the command, which must end with 0; returns its output."""
+    done = rlflow(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def records(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
