@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlflow.rewards import exact_match, integer_answer
+from rlflow.rewards import character_share, exact_match, integer_answer
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,15 @@ def test_integer_answer_reads_the_last_whole_number(response: str, score: float,
 )
 def test_signs_and_thousands(response: str, answer: int) -> None:
     assert integer_answer(response, answer, row={})["score"] == (response != "3-1")
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "form"), [(" 42\n", 1, 1), ("-42", 0, 1), ("= 42", 0, 0), ("17 + 25 = 42", 0, 0), ("", 0, 0)]
+)
+def test_a_bare_integer_answer_is_nothing_but_the_number(response: str, score: float, form: float) -> None:
+    assert integer_answer(response, 42, row={}, bare=True) == {"score": score, "format": form}
+
+
+@pytest.mark.parametrize(("response", "share"), [("7a77", 0.75), ("", 0.0), ("abc", 0.0)])
+def test_character_share(response: str, share: float) -> None:
+    assert character_share(response, "7", row={}) == share
