@@ -318,3 +318,8 @@ def test_names_of_algorithms_are_those_registered(key: str, registry: str) -> No
     from rlflow import algorithms
 
     assert sorted(get_args(get_type_hints(Algorithm)[key])) == getattr(algorithms, registry).names()
+
+
+def test_a_model_may_be_evaluated_on_fewer_ranks_than_its_actor_needs(tmp_path: Path) -> None:
+    assert faults(tmp_path, "actor.tensor_parallel_size=2", world_size=1)
+    assert not faults(tmp_path, "actor.tensor_parallel_size=2", world_size=1, purpose="evaluate")
