@@ -1,0 +1,56 @@
+"""Packed attention equals plain attention of each sequence, with prompts held once or many times."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlflow.models.attention import Segment, attend, plan_attention
+
+PACKED: list[Segment] = [(0, 0, 0, 7), (7, 7, 7, 10), (10, 10, 10, 17), (17, 17, 17, 18)]
+# a prompt of 5 with responses of 4, 1 and 6; a lone sequence; a prompt of 2 with two responses; padding
+SHARED: list[Segment] = [
+    (0, 0, 0, 5), (0, 5, 5, 9), (0, 5, 9, 10), (0, 5, 10, 16),
+    (16, 16, 16, 19), (19, 19, 19, 21), (19, 21, 21, 24), (19, 21, 24, 28), (28, 28, 28, 32),
+]  # fmt: skip
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
+    rows = len(query)
+    visible = torch.zeros(rows, rows, dtype=torch.bool)
+    for prefix_start, prefix_end, start, end in segments:
+        visible[start:end, prefix_start:prefix_end] = True
+        visible[start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value).flatten(1)
+
+
+@pytest.mark.parametrize("segments", [PACKED, SHARED], ids=["packed", "shared"])
+def test_output_and_gradient_of_each_sequence(segments: list[Segment]) -> None:
+    rows = segments[-1][3]
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(rows, heads, 8, generator=draw, requires_grad=True) for heads in (4, 2, 2)]
+    upstream = torch.randn(rows, 32, generator=draw)
+    plan = plan_attention(segments, torch.device("cpu"), torch.float32)
+    found = attend(*inputs, plan, 0.3)
+    expected = plain(*inputs, segments)
+    assert torch.allclose(found, expected, atol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_similar_lengths_share_a_call() -> None:
+    segments, start = [], 0
+    for length in (64, 60, 50, 20, 19, 18, 3):
+        segments.append((start, start, start, start + length))
+        start += length
+    plan = plan_attention(segments, torch.device("cpu"), torch.float32)
+    assert [batch.size for batch in plan.batches] == [3, 3, 1]
+
+
+def test_empty_segments_are_no_segments() -> None:
+    plan = plan_attention([(0, 0, 0, 3), (3, 3, 3, 3)], torch.device("cpu"), torch.float32)
+    assert [batch.size for batch in plan.batches] == [1]

@@ -1,0 +1,128 @@
+"""Log-probs and entropies: the numbers of algorithms.md, whole and cut over ranks, forward and backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlflow.models.log_probs import VocabShard, token_log_probs
+
+Case = tuple[list[float], list[float], list[float], list[float], list[float]]
+
+
+def scores(logits: Tensor, target: int, size: int | None = None, **options: Any) -> tuple[float, float]:
+    """Log-prob and entropy of one token whose logits are the head's first column."""
+    shard = VocabShard(0, len(logits) if size is None else size)
+    log_probs, entropy = token_log_probs(
+        torch.ones(1, 1), logits[:, None], torch.tensor([target]), shard, with_entropy=True, **options
+    )
+    assert entropy is not None
+    return log_probs.item(), entropy.item()
+
+
+def test_padding_takes_no_part() -> None:  # cases.md A08: −ln 5, not −ln 8
+    assert scores(torch.zeros(8), 0, size=5) == pytest.approx((-1.609438, 1.609438), abs=1e-6)
+
+
+def test_temperature_divides_the_logits() -> None:  # cases.md B19
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    assert scores(logits, 0, temperature=0.5)[0] == pytest.approx(-0.142932, abs=1e-6)
+    assert scores(logits, 0)[0] == pytest.approx(-0.407606, abs=1e-6)
+
+
+def test_large_logits_stay_finite() -> None:
+    log_prob, entropy = scores(torch.tensor([3e4, 0.0, -3e4]), 0)
+    assert log_prob == pytest.approx(0.0)
+    assert entropy == pytest.approx(0.0)
+
+
+def on_two_shards(shard_size: int, real: int) -> list[tuple[float, list[float]]]:
+    """Log-prob and entropy of target 1 under logits [1, 2 | 3, 4], and their gradients for this rank's logits."""
+    rank = dist.get_rank()
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0, 99.0, 99.0])[rank * shard_size : (rank + 1) * shard_size]
+    shard = VocabShard(rank * shard_size, min(max(real - rank * shard_size, 0), shard_size), dist.group.WORLD)
+    found = []
+    for wanted in (0, 1, 1, 0):
+        weight = logits[:, None].clone().requires_grad_()
+        scored = token_log_probs(torch.ones(1, 1), weight, torch.tensor([1]), shard, with_entropy=True)[wanted]
+        assert scored is not None
+        scored.sum().backward()
+        assert weight.grad is not None
+        found.append((scored.item(), weight.grad[:, 0].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("shard_size", [2, 3], ids=["even", "padded"])
+def test_a_vocabulary_on_two_ranks(world: Callable[..., Any], shard_size: int) -> None:  # cases.md B23, B24
+    ranks = world(2, on_two_shards, shard_size, 4)
+    gradients = {
+        0: [-0.032059, 0.912856, -0.236883, -0.643914, 0.0, 0.0],
+        1: [0.079911, 0.130076, 0.116701, -0.326688, 0.0, 0.0],
+    }
+    for place, wanted in enumerate((0, 1, 1, 0)):
+        value = (-2.440190, 0.947537)[wanted]
+        assert [rank[place][0] for rank in ranks] == pytest.approx([value, value], abs=1e-6)
+        gradient = ranks[0][place][1] + ranks[1][place][1]
+        assert gradient == pytest.approx(gradients[wanted][: 2 * shard_size], abs=1e-6)
+
+
+def test_a_rank_may_hold_padding_only(world: Callable[..., Any]) -> None:
+    for found in world(2, on_two_shards, 4, 4):
+        assert found[0][0] == pytest.approx(-2.440190, abs=1e-6)
+
+
+def gradients(chunk_tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 16, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(64, 16, generator=draw).to(dtype).requires_grad_()
+    targets = torch.randint(0, 60, (37,), generator=draw)
+    upstream = torch.randn(2, 37, generator=draw)
+    log_probs, entropy = token_log_probs(
+        hidden, weight, targets, VocabShard(0, 60), temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True
+    )
+    assert entropy is not None
+    (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return log_probs.detach(), hidden.grad, weight.grad
+
+
+def test_gradients_are_those_of_log_softmax() -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 16, generator=draw).requires_grad_()
+    weight = torch.randn(64, 16, generator=draw).requires_grad_()
+    targets = torch.randint(0, 60, (37,), generator=draw)
+    upstream = torch.randn(2, 37, generator=draw)
+    predictions = torch.log_softmax(hidden @ weight[:60].t() / 0.7, -1)
+    log_probs = predictions.gather(1, targets[:, None])[:, 0]
+    entropy = -(predictions.exp() * predictions).sum(-1)
+    (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
+    found = gradients(1024)
+    for value, expected in zip(found, (log_probs, hidden.grad, weight.grad), strict=True):
+        assert torch.allclose(value, expected, atol=2e-5)  # type: ignore[arg-type]
+    assert torch.equal(found[2][60:], torch.zeros(4, 16))
+
+
+def test_chunks_change_nothing() -> None:
+    for whole, cut in zip(gradients(1024), gradients(10), strict=True):
+        assert torch.allclose(whole, cut, atol=1e-6)
+
+
+def test_bfloat16_models_get_exact_softmax() -> None:
+    exact, _, weight_grad = gradients(1024)
+    rounded, _, rounded_grad = gradients(10, torch.bfloat16)
+    assert rounded.dtype == torch.float32
+    assert rounded_grad.dtype == torch.bfloat16
+    assert (rounded - exact).abs().mean() < 0.05
+    assert torch.allclose(rounded_grad.float(), weight_grad, atol=0.15)
+
+
+def test_no_tokens_give_no_gradient() -> None:
+    hidden, weight = torch.zeros(0, 16, requires_grad=True), torch.ones(64, 16, requires_grad=True)
+    log_probs, _ = token_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), VocabShard(0, 60))
+    log_probs.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()

@@ -1,0 +1,119 @@
+"""What each rank of a distributed test runs: an engine on a grid, asked for log-probs and optimizer steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.roles.samples import random_batch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A grid and how the engine computes on it."""
+
+    name: str
+    ranks: int
+    grid: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def make_engine(folder: Path, case: Case, optimizer: Any = None) -> Any:
+    from megatron_bridge.families import load_architecture
+    from rlflow import parallel
+    from rlflow.roles import Engine
+
+    parallel.initialize(60, 0)
+    options = {"dtype": torch.float32, "micro_batch_tokens": 150, "optimizer": optimizer} | case.options
+    engine = Engine(load_architecture(folder), parallel.Grid(**case.grid), **options)
+    engine.load_hf(folder)
+    return engine
+
+
+def log_probs(folders: Sequence[Path], case: Case, temperature: float) -> list[Tensor]:
+    """Log-probs of the random batch under each model, on every replica."""
+    return [make_engine(folder, case).log_probs(random_batch(), temperature) for folder in folders]
+
+
+@dataclass
+class Learned:
+    """What one or more optimizer steps did, as rank 0 sees it."""
+
+    metrics: list[dict[str, float]]
+    before: dict[str, Tensor]  # canonical tensors
+    after: dict[str, Tensor]
+    log_probs: Tensor
+
+
+def learn(folder: Path, case: Case, settings: dict[str, Any], steps: int, objective: dict[str, Any]) -> Learned:
+    """Optimizer steps on the random batch, dealt to the replicas in turn."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine = make_engine(folder, case, Optimizer(**settings))
+    grid, batch = engine.grid, random_batch()
+    own = batch.select(list(range(grid.replica(grid.rank), len(batch), grid.dp)))
+    before = canonical(engine)
+    metrics = [
+        engine.train_step(
+            own, PolicyObjective(**objective), temperature=0.8, lr=settings["lr"],
+            with_entropy=bool(objective.get("entropy_coef")),
+        )
+        for _ in range(steps)
+    ]  # fmt: skip
+    after = canonical(engine)
+    return Learned(metrics, before, after, engine.log_probs(own, 1.0))
+
+
+def canonical(engine: Any) -> dict[str, Tensor]:
+    """The whole model under Hugging Face names, on rank 0."""
+    from megatron_bridge.execute import connect
+    from megatron_bridge.layouts import HFLayout
+
+    layout = HFLayout(engine.architecture, (0,))
+    whole = {name: torch.empty(param.shape) for name, param in layout.parameters(engine.grid.rank).items()}
+    connect(engine.layout, engine.parameters_by_name(), layout, whole, rank=engine.grid.rank, dtype=torch.float32).run()
+    return whole
+
+
+def split_differently(folder: Path, budgets: Sequence[int], share: Sequence[bool]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of one step under several cuts into micro-batches."""
+    found = []
+    for budget, shared in zip(budgets, share, strict=True):
+        case = Case("", 1, {}, {"micro_batch_tokens": budget, "share_prompts": shared})
+        metrics = learn(folder, case, {"lr": 0.0}, 1, {}).metrics[0]
+        found.append((metrics["loss"], metrics["actor/grad_norm"]))
+    return found
+
+
+def with_an_idle_replica(folder: Path, case: Case) -> list[dict[str, float]]:
+    """One step for which the last replica has no sample, and one for which none has."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine = make_engine(folder, case, Optimizer(lr=0.0))
+    batch = random_batch()
+    nothing = batch.select([])
+    own = batch if engine.grid.replica(engine.grid.rank) == 0 else nothing
+    return [engine.train_step(part, PolicyObjective(), temperature=0.8, lr=0.0) for part in (own, nothing)]
+
+
+def outside(folder: Path, case: Case) -> tuple[Tensor, list[dict[str, float]], int]:
+    """Log-probs, metrics and number of parameters of a rank that may be outside the grid."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine = make_engine(folder, case, Optimizer(lr=1e-3))
+    batch = random_batch() if engine.grid.is_member else random_batch().select([])
+    metrics = engine.train_step(batch, PolicyObjective(), temperature=1.0, lr=1e-3)
+    return engine.log_probs(batch, 1.0), [metrics], len(engine.parameters_by_name())
+
+
+def names_of(folder: Path, case: Case) -> list[str]:
+    """Parameter names of this rank's GPTModel, after the layout's were bound to them."""
+    engine = make_engine(folder, case)
+    assert list(engine.parameters_by_name()) == list(engine.layout.parameters(engine.grid.rank))
+    return [name for name, _ in engine.model.named_parameters()]

@@ -1,0 +1,151 @@
+"""An engine gives transformers' log-probs and one process's gradients on every grid and under every cut."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_rope import LLAMA3
+from tests.roles import runs
+from tests.roles.runs import Case
+from tests.roles.samples import random_batch, reference_scores
+
+MakeModel = Callable[..., Path]
+World = Callable[..., Any]
+
+ONE = Case("one process", 1)
+PACKED = Case("prompts repeated", 1, {}, {"share_prompts": False})
+TP2 = Case("TP2", 2, {"tensor": 2})
+TP2_SP = Case("TP2 with sequence parallelism", 2, {"tensor": 2}, {"sequence_parallel": True})
+PP2 = Case("PP2", 2, {"pipeline": 2})
+PP2_FULL = Case("PP2, recomputed", 2, {"pipeline": 2}, {"recompute": "full"})
+DP2 = Case("DP2 with overlap", 2)
+DP2_PLAIN = Case("DP2, attention recomputed", 2, {}, {"overlap": False, "recompute": "selective"})
+TP2_PP2 = Case("TP2 × PP2", 4, {"tensor": 2, "pipeline": 2})
+TP2_PP2_DP2 = Case("TP2 × PP2 × DP2", 8, {"tensor": 2, "pipeline": 2}, {"sequence_parallel": True})
+
+GRADIENT_STEP = {"lr": 1e4, "eps": 1e4, "weight_decay": 0.0, "clip_grad": 0.0}
+"""AdamW whose first step is the gradient itself, in float32: lr · g / (|g| + eps)."""
+
+
+def names(case: Any) -> str:
+    return case.name if isinstance(case, Case) else str(case)
+
+
+@pytest.fixture(scope="session")
+def models(tiny_model: MakeModel) -> list[Path]:
+    scaled = {"rope_scaling": LLAMA3, "rope_theta": 500000.0}
+    return [
+        tiny_model("llama", tied=True),
+        tiny_model("llama", tied=False, **scaled),
+        tiny_model("qwen2", tied=True),
+        tiny_model("qwen2", tied=False),
+    ]
+
+
+@pytest.fixture(scope="session")
+def references(models: list[Path]) -> list[Tensor]:
+    return [reference_scores(folder, random_batch(), 0.9)[0] for folder in models]
+
+
+@pytest.mark.parametrize("case", [ONE, PACKED, TP2, TP2_SP, PP2, TP2_PP2], ids=names)
+def test_log_probs_are_those_of_transformers(
+    world: World, models: list[Path], references: list[Tensor], case: Case
+) -> None:
+    for found in world(case.ranks, runs.log_probs, models, case, 0.9):
+        for log_probs, expected in zip(found, references, strict=True):
+            assert (log_probs - expected).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="session")
+def single(world: World, models: list[Path]) -> Callable[[int, dict[str, Any], int, dict[str, Any]], runs.Learned]:
+    """What one process learns, by model and settings, computed once."""
+    known: dict[str, runs.Learned] = {}
+
+    def learn(model: int, settings: dict[str, Any], steps: int, objective: dict[str, Any]) -> runs.Learned:
+        key = repr((model, settings, steps, objective))
+        if key not in known:
+            known[key] = world(1, runs.learn, models[model], ONE, settings, steps, objective)[0]
+        return known[key]
+
+    return learn
+
+
+def assert_same_change(found: runs.Learned, expected: runs.Learned, tolerance: float) -> None:
+    for name, before in expected.before.items():
+        change, expected_change = found.after[name] - found.before[name], expected.after[name] - before
+        assert (change - expected_change).abs().max() <= tolerance * expected_change.abs().max(), name
+
+
+@pytest.mark.parametrize("case", [TP2, TP2_SP, PP2, PP2_FULL, DP2, DP2_PLAIN, TP2_PP2_DP2], ids=names)
+def test_gradients_are_those_of_one_process(world: World, models: list[Path], single: Any, case: Case) -> None:
+    objective = {"entropy_coef": 0.01}
+    for model in (0, 3):  # tied (cases.md A05) and untied, without and with biases
+        expected = single(model, GRADIENT_STEP, 1, objective)
+        ranks = world(case.ranks, runs.learn, models[model], case, GRADIENT_STEP, 1, objective)
+        assert_same_change(ranks[0], expected, 1e-5)
+        assert ranks[0].metrics[0]["loss"] == pytest.approx(expected.metrics[0]["loss"], abs=1e-6)
+        assert all(rank.metrics == ranks[0].metrics for rank in ranks)
+
+
+@pytest.mark.parametrize("case", [DP2, TP2_PP2_DP2], ids=names)
+def test_several_clipped_steps_are_those_of_one_process(
+    world: World, models: list[Path], single: Any, case: Case
+) -> None:
+    settings = {"lr": 1e-2, "eps": 1e-2, "clip_grad": 0.5, "weight_decay": 0.1}
+    expected = single(2, settings, 3, {})
+    found = world(case.ranks, runs.learn, models[2], case, settings, 3, {})[0]
+    for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
+        assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+    assert_same_change(found, expected, 1e-3)
+
+
+def test_cutting_into_micro_batches_changes_nothing(world: World, models: list[Path]) -> None:  # cases.md B09, B11
+    budgets, shared = [10_000, 150, 60, 40], [True, True, False, True]
+    first, *others = world(1, runs.split_differently, models[0], budgets, shared)[0]
+    for loss, grad_norm in others:
+        assert loss == pytest.approx(first[0], abs=1e-6)
+        assert grad_norm == pytest.approx(first[1], rel=1e-5)
+
+
+def test_a_replica_without_samples_takes_part(world: World, models: list[Path], single: Any) -> None:  # cases.md B02
+    expected = single(0, {"lr": 0.0}, 1, {}).metrics[0]
+    for some, none in world(2, runs.with_an_idle_replica, models[0], DP2):
+        assert some["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+        assert some["tokens"] == expected["tokens"]
+        assert none["tokens"] == none["loss"] == none["actor/grad_norm"] == 0
+
+
+def test_ranks_outside_the_grid_hold_nothing(world: World, models: list[Path]) -> None:
+    first, outsider, last = world(3, runs.outside, models[2], Case("", 3, {"ranks": [0, 2], "pipeline": 2}))
+    assert outsider[2] == 0
+    assert len(outsider[0]) == 0
+    assert torch.equal(first[0], last[0])
+    assert first[1] == outsider[1] == last[1]
+
+
+@pytest.mark.parametrize("case", [ONE, PP2], ids=names)
+def test_names_are_those_of_the_layout(world: World, models: list[Path], case: Case) -> None:
+    stages = world(case.ranks, runs.names_of, models[0], case)
+    assert sum("embedding" in name for stage in stages for name in stage) == 1
+    assert sum(name == "output_layer.weight" for stage in stages for name in stage) == case.ranks - 1
+    assert sum("linear_fc2" in name for stage in stages for name in stage) == 4
+
+
+def test_bfloat16_stays_near(world: World, models: list[Path], references: list[Tensor]) -> None:
+    case = Case("", 2, {"pipeline": 2}, {"dtype": torch.bfloat16})
+    found = world(2, runs.log_probs, models, case, 0.9)[0]
+    for log_probs, expected in zip(found, references, strict=True):
+        assert (log_probs - expected).abs().mean() < 0.3  # logits here are near ±100, where bfloat16 has steps of .5
+
+
+def test_bfloat16_learns_with_float32_parameters(world: World, models: list[Path]) -> None:
+    """Steps of 2e-4 add up, though bfloat16 has nothing between 1 and 1.0078."""
+    case = Case("", 1, {}, {"dtype": torch.bfloat16})
+    settings = {"lr": 2e-4, "weight_decay": 0.0}
+    learned = world(1, runs.learn, models[0], case, settings, 30, {})[0]
+    change = learned.after["model.norm.weight"] - learned.before["model.norm.weight"]
+    assert change.abs().max() > 1e-3
