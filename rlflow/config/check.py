@@ -87,6 +87,7 @@ def unread_faults(config: Config) -> Iterator[Fault]:
         ("algorithm", "aggregation_length", "algorithm.aggregation"): algorithm.aggregation.endswith("-norm"),
         ("algorithm", "importance_cap", "algorithm.importance_correction"): bool(algorithm.importance_correction),
         ("optimizer", "min_lr", "optimizer.schedule"): config.optimizer.schedule != "constant",
+        ("rollout", "stop_token_ids", "rollout.ignore_eos"): not config.rollout.ignore_eos,
         ("trainer", "epochs", "trainer.steps"): config.trainer.steps is None,
     }
     for (section, name, decider), read in conditions.items():

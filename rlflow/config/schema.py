@@ -123,6 +123,7 @@ class Rollout:
     max_prompt_length: int = key("Most tokens of a prompt.", 512, minimum=1)
     max_response_length: int = key("Most tokens of a response.", 512, minimum=1, known_as=("max_new_tokens",))
     stop_token_ids: tuple[int, ...] = key("Token ids that end a response, besides the model's own.", ())
+    ignore_eos: bool = key("Let no token end a response: all have the greatest length. For benchmarks.", False)
     dtype: DType | None = key("Number format of the rollout; null: `model.dtype`.", None)
     deterministic: bool = key("Seed each sample by itself, so that samples do not depend on the layout; slower.", False)
     cuda_graphs: bool = key("Decode with CUDA graphs; without CUDA there are none.", True)

@@ -47,7 +47,7 @@ class Sampling:
 
 def choose(config: Rollout, eos: Sequence[int], temperature: float, greedy: bool, min_tokens: int) -> Sampling:
     """The sampling of a call: greedy turns off all randomness, otherwise the configured filters hold."""
-    stop = tuple(dict.fromkeys([*eos, *config.stop_token_ids]))
+    stop = () if config.ignore_eos else tuple(dict.fromkeys([*eos, *config.stop_token_ids]))
     if greedy:
         return Sampling(0.0, 1.0, -1, config.max_response_length, min_tokens, stop)
     return Sampling(temperature, config.top_p, config.top_k, config.max_response_length, min_tokens, stop)

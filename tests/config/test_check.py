@@ -168,6 +168,7 @@ def test_aggregation_length(tmp_path: Path) -> None:
         ("algorithm.aggregation_length=9", "algorithm.aggregation=token-mean", "null"),
         ("algorithm.importance_cap=3", "algorithm.importance_correction=null", "2.0"),
         ("trainer.epochs=2", "trainer.steps=10", "1"),
+        ("rollout.stop_token_ids=[3]", "rollout.ignore_eos=True", "[]"),
     ],
 )
 def test_keys_that_nothing_would_read(tmp_path: Path, override: str, decides: str, default: str) -> None:

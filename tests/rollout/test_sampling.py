@@ -59,6 +59,11 @@ def test_every_end_of_sequence_id_stops() -> None:
     assert how.stop == (151645, 151643, 9, 3)
 
 
+def test_nothing_stops_a_response_of_a_benchmark() -> None:
+    how = sampling.choose(Rollout(ignore_eos=True), (151645,), 1.0, greedy=False, min_tokens=0)
+    assert how.stop == ()
+
+
 def test_greedy_leaves_nothing_to_chance() -> None:
     how = sampling.choose(Rollout(top_p=0.9, top_k=20), (1,), 0.7, greedy=True, min_tokens=0)
     assert (how.temperature, how.top_p, how.top_k) == (0.0, 1.0, -1)
