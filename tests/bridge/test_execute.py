@@ -29,6 +29,7 @@ def _sync(source: Layout, target: Layout, bucket_bytes: int) -> dict[str, Any]:
     plan = transfer.plan
     moved = (traffic.local, traffic.received, traffic.sent)
     assert moved == (plan.local_bytes(rank), plan.received_bytes(rank), plan.sent_bytes(rank))
+    assert not any(filled[name].view(-1)[-elements:].any() for name, elements in target.padding(rank).items())
     return {"tensors": filled, "received": traffic.received, "rounds": transfer.rounds}
 
 
