@@ -63,7 +63,7 @@ def check_each_element_is_written_once(plan: Plan) -> None:
             assert tiles(param._replace(pieces=tuple(written.get(name, ()))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_chain_of_layouts_returns_every_bit(data: st.DataObject) -> None:
     arch = data.draw(architectures())
