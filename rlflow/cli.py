@@ -83,9 +83,12 @@ def check(args: argparse.Namespace) -> Work:
 
 def launch(processes: int, command: Sequence[str]) -> int:
     """Run `rlflow command` in `processes` processes by torchrun; a user's error in any of them is one of the whole."""
+    import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    threads = 1 if torch.cuda.is_available() else max(1, len(os.sched_getaffinity(0)) // processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would take 1, and warn
     options = ["--standalone", "--nproc-per-node", str(processes), "-m", "rlflow", *command]
     try:
         run(parse_args(options))
