@@ -26,6 +26,9 @@ Segment = tuple[int, int, int, int]  # (prefix_start, prefix_end, start, end), a
 SHORTEST_IN_BATCH = 0.7
 """Segments shorter than this part of a batch's longest start a new batch: padding is computed, calls cost time."""
 
+LONG_ON_CPU = 512
+"""Keys from which a CPU's bfloat16 kernel is faster than its float32 one; for short segments it is ten times slower."""
+
 
 @dataclass
 class SegmentBatch:
@@ -39,7 +42,8 @@ class SegmentBatch:
     is_own: Tensor  # bool [B · L], False for padding
     seen_rows: Tensor  # int64 [B · (P + L)], keys and values: the prefix, then the segment itself
     size: int  # B
-    mask: Tensor | None  # [B, 1, L, P + L]: 0 where visible, −inf elsewhere, in the dtype of the queries
+    mask: Tensor | None  # [B, 1, L, P + L]: 0 where visible, −inf elsewhere, in `dtype`
+    dtype: torch.dtype  # of the computation
 
 
 @dataclass
@@ -81,8 +85,10 @@ def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) 
     own, prefix = torch.arange(int(length.max()), device=device), torch.arange(int(prefix_length.max()), device=device)
     is_own = own < length[:, None]
     rows = torch.where(is_own, start[:, None] + own, start[:, None])
+    if device.type == "cpu" and len(prefix) + len(own) < LONG_ON_CPU:
+        dtype = torch.float32
     if not len(prefix):
-        return SegmentBatch(rows.flatten(), is_own.flatten(), rows.flatten(), len(group), None)
+        return SegmentBatch(rows.flatten(), is_own.flatten(), rows.flatten(), len(group), None, dtype)
     has_prefix = prefix < prefix_length[:, None]
     prefix_rows = torch.where(has_prefix, prefix_start[:, None] + prefix, prefix_start[:, None])
     visible = torch.cat(
@@ -90,20 +96,21 @@ def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) 
     )
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     seen_rows = torch.cat([prefix_rows, rows], 1)
-    return SegmentBatch(rows.flatten(), is_own.flatten(), seen_rows.flatten(), len(group), mask[:, None])
+    return SegmentBatch(rows.flatten(), is_own.flatten(), seen_rows.flatten(), len(group), mask[:, None], dtype)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """softmax(q·kᵀ·scale)·v of packed rows: [T, heads, d], [T, kv_heads, d], [T, kv_heads, d] → [T, heads · d]."""
     outputs = []
     for batch in plan.batches:
-        q = query.index_select(0, batch.rows).unflatten(0, (batch.size, -1)).transpose(1, 2)
-        k = key.index_select(0, batch.seen_rows).unflatten(0, (batch.size, -1)).transpose(1, 2)
-        v = value.index_select(0, batch.seen_rows).unflatten(0, (batch.size, -1)).transpose(1, 2)
+        q, k, v = (
+            states.index_select(0, rows).to(batch.dtype).unflatten(0, (batch.size, -1)).transpose(1, 2)
+            for states, rows in ((query, batch.rows), (key, batch.seen_rows), (value, batch.seen_rows))
+        )
         out = F.scaled_dot_product_attention(
             q, k, v, batch.mask, is_causal=batch.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-        outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
+        outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1).to(query.dtype))
     return torch.cat(outputs).index_select(0, plan.place)
 
 

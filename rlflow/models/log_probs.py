@@ -1,8 +1,8 @@
 """Log-probs and entropies of chosen tokens from hidden states, over a vocabulary that is cut across ranks.
 
-Logits exist for one chunk of tokens at a time, in the model's dtype, and are computed again in the backward pass; the
-softmax is computed in float32, for a few rows at a time that stay in the cache. Padded vocabulary rows never take part:
-their logits are not even computed.
+Logits exist for one chunk of tokens at a time, in the model's dtype; where there are several chunks they are computed
+again in the backward pass. The softmax is computed in float32, for a few rows at a time that stay in the cache. Padded
+vocabulary rows never take part: their logits are not even computed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs, log_norm = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
         entropy = torch.empty_like(log_probs) if with_entropy else log_probs.new_empty(0)
-        for rows in _chunks(len(hidden), chunk_tokens):
+        chunks = _chunks(len(hidden), chunk_tokens)
+        ctx.logits = None
+        for rows in chunks:
             logits = torch.mm(hidden[rows], weight[: shard.size].t())
+            if len(chunks) == 1 and any(ctx.needs_input_grad):
+                ctx.logits = logits
             found = _statistics(logits, targets[rows], shard, temperature, with_entropy)
             log_norm[rows] = found.log_norm
             log_probs[rows] = found.target - found.log_norm
@@ -96,7 +100,8 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=weight.dtype if len(chunks) == 1 else torch.float32)
         used = weight[: shard.size]
         for rows in chunks:
-            logits = torch.mm(hidden[rows], used.t())
+            logits = torch.mm(hidden[rows], used.t()) if ctx.logits is None else ctx.logits
+            ctx.logits = None  # overwritten here
             slopes = _Slopes(grads[0][rows], grads[1][rows] if len(entropy) else None, log_norm[rows], entropy[rows])
             _turn_into_gradient(logits, targets[rows], shard, temperature, slopes)
             torch.mm(logits, used, out=grad_hidden[rows])
@@ -127,7 +132,7 @@ def _statistics(
     is_here, local = shard.find(targets)
     target[is_here] = logits[is_here, local].float() / temperature
     for part in _parts(logits):
-        shifted = _exact(logits[part], temperature).sub_(peak[part, None])
+        shifted = _exact(logits[part].clone(), temperature).sub_(peak[part, None])
         if with_entropy:
             powers = shifted.exp()
             weighted[part] = powers.mul(shifted).sum(-1)
