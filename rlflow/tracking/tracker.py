@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlflow.batch import Sample
 from rlflow.config.schema import Config
+from rlflow.tracking import plot
 from rlflow.tracking.clock import StepClock
 from rlflow.tracking.console import Console, step_line
 from rlflow.tracking.records import Record, Records, read_records, summary
@@ -75,11 +76,13 @@ class Tracker:
             self._record(step, metrics, None)
 
     def finish(self) -> Record:
-        """Write summary.json from everything recorded, earlier parts of a resumed run included; returns it."""
+        """Write summary.json and curve.png from everything recorded, also before a resume; returns the summary."""
         self.close()
         if not self._is_main:
             return {}
-        result = summary(read_records(self._run_dir))
+        records = read_records(self._run_dir)
+        plot.draw(records, self._run_dir.resolve().name, self._run_dir / plot.FILE_NAME)
+        result = summary(records)
         (self._run_dir / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         return result
 

@@ -138,6 +138,7 @@ def test_a_run_is_recorded_and_summarised(tmp_path: Path):
         tracker.end(step, metrics)
     result = tracker.finish()
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == result
+    assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
     seconds = result.pop("seconds")
     # 2 prompts × 4 responses × 5 tokens × 2 steps
     assert result.pop("tokens_per_second") == pytest.approx(80 / seconds)
