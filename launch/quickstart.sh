@@ -3,7 +3,8 @@
 # usage: bash launch/quickstart.sh [--tiny] [section.key=value ...]
 #
 # --tiny trains a random model of a million weights in under a minute instead. Everything is written below the current
-# checkout: .venv, models/, data/ and runs/. Overrides go to the training command, for example trainer.seed=1.
+# checkout: .venv, models/, data/ and, a new folder each time, runs/. Overrides go to the training command, for example
+# trainer.seed=1. Made models and data are kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 recipe=quickstart
@@ -19,5 +20,8 @@ else
 fi
 python tools/make_arithmetic.py --task "$recipe" --out data/"$recipe"
 
-run=runs/$recipe
-torchrun --standalone --nproc-per-node 2 -m rlflow train "configs/$recipe.yaml" "trainer.output_dir=$run" "$@"
+number=1 run=runs/$recipe
+while [ -e "$run" ]; do
+    number=$((number + 1)) run=runs/$recipe-$number
+done
+rlflow train "configs/$recipe.yaml" --nproc 2 "trainer.output_dir=$run" "$@"
