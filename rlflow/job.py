@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_bridge.families import Architecture, load_architecture
+from megatron_bridge.layouts import HFLayout
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
 from rlflow.batch.sample import Prompt
@@ -86,6 +88,7 @@ def assemble(config: Config) -> online.Run:
     start(config)
     save_config(config)
     architecture = load_architecture(config.model.path)
+    announce(config, architecture)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     loader, held_out_set = start_data(config, tokenizer)
     scorer = Scorer(config.rewards)
@@ -116,7 +119,7 @@ def assemble(config: Config) -> online.Run:
         state=State(kl_coef=config.algorithm.kl_coef),
     )
     resume(run)
-    online.hand_over(run)
+    report_first_sync(online.hand_over(run))
     return run
 
 
@@ -203,6 +206,30 @@ def objective(algorithm: Algorithm) -> PolicyObjective:
     )
 
 
+def announce(config: Config, architecture: Architecture) -> None:
+    """Say in a line what is about to be trained, and where."""
+    world, device = dist.get_world_size(), parallel.device()
+    parameters = sum(math.prod(parameter.shape) for parameter in HFLayout(architecture, (0,)).parameters(0).values())
+    tensor, pipeline = config.actor.tensor_parallel_size, config.actor.pipeline_parallel_size
+    data = len(rollout_ranks(config.actor.ranks, world)) // (tensor * pipeline)
+    replicas = len(rollout_ranks(config.rollout.ranks, world)) // config.rollout.tensor_parallel_size
+    log.info(
+        "%s of %s parameters in %s; actor TP%d × PP%d × DP%d, rollout %d × TP%d; %d ranks on %s",
+        architecture.family, f"{parameters:,}", config.model.dtype, tensor, pipeline, data,
+        replicas, config.rollout.tensor_parallel_size, world,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+    )  # fmt: skip
+
+
+def report_first_sync(metrics: Mapping[str, float]) -> None:
+    """Say in a line how many bytes the first hand-over of weights moved, from this rank's `metrics`. Collective."""
+    names = ("sync/received_bytes", "sync/local_bytes")
+    total = torch.tensor([metrics[name] for name in names], dtype=torch.float64, device=parallel.device())
+    dist.all_reduce(total)
+    received, local = (f"{value / 1e6:,.1f} MB" for value in total.tolist())
+    log.info("first sync: %s between ranks, %s copied where they were", received, local)
+
+
 def resume(run: online.Run) -> None:
     """Go on from the checkpoint that `trainer.resume` means, if there is one."""
     folder = run.checkpoints.find(run.config.trainer.resume)
@@ -212,6 +239,8 @@ def resume(run: online.Run) -> None:
     if run.state.loader is not None:
         run.loader.load_state(run.state.loader)
     log.info("going on from %s at step %d", folder, run.state.step)
+    if run.state.step >= run.steps:
+        log.info("nothing is left to train: a larger trainer.steps goes on, another trainer.output_dir starts anew")
 
 
 def is_main() -> bool:

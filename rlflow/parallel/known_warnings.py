@@ -14,11 +14,14 @@ _KNOWN = {
         r"Apex is not installed",
         r"Transformer Engine and Apex are not installed",
         r"full scope is deprecated",
+        r"`load_state_dict` is deprecated",
         # The optimizer looks at the .grad of parameters whose gradients it keeps elsewhere.
         r"The \.grad attribute of a Tensor that is not a leaf",
     ),
     # torch 2.13 has new names for collectives that megatron-core calls by the old ones.
     r"torch\.distributed\.c10d_logger": (r"`torch\.distributed\.\w+` is deprecated",),
+    # Its sharded checkpoints are ShardedTensors.
+    r"torch\.distributed\.checkpoint\.": (r"Please use DTensor instead and we are deprecating ShardedTensor",),
 }
 
 
