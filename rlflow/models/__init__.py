@@ -4,6 +4,7 @@ from rlflow.models.config import transformer_config
 from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.packed import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
 from rlflow.models.policy import PolicyModel, build_policy, has_transformer_engine
+from rlflow.models.stages import split_layers
 
 __all__ = [
     "PackedInput",
@@ -14,6 +15,7 @@ __all__ = [
     "has_transformer_engine",
     "pack_for_local_spec",
     "pack_for_te_spec",
+    "split_layers",
     "token_log_probs",
     "transformer_config",
 ]

@@ -144,7 +144,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInpu
     """The CUDA kernel for packed sequences that share no prompts; its scale is 1 / √d."""
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = allow_grouped_queries(varlen_attn) if query.shape[1] != key.shape[1] else {}
+    grouped: Any = allow_grouped_queries(varlen_attn) if query.shape[1] != key.shape[1] else {}
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     out: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
     return out.flatten(1)

@@ -30,13 +30,20 @@ def transformer_config(
     grid: Grid,
     dtype: torch.dtype,
     *,
+    stages: tuple[int, ...] | None = None,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     deterministic: bool = False,
     transformer_engine: bool = False,
 ) -> TransformerConfig:
-    """The config of a model on a grid. Raises UserError where heads or layers do not fit the grid."""
-    _check(arch, grid, recompute)
+    """The config of a model on a grid; `stages` are the layers of each pipeline stage, by default even.
+
+    Raises UserError where heads or layers do not fit the grid.
+    """
+    _check(arch, grid, stages, recompute)
+    uneven: dict[str, int] = {}
+    if stages is not None and grid.pp > 1:
+        uneven = {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -72,20 +79,21 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
-        use_te_activation_func=not transformer_engine,  # despite its name: take the activation from the layer spec
+        use_te_activation_func=True,  # despite its name: take the activation from the layer spec
         apply_rope_fusion=transformer_engine,
+        **uneven,
         **_RECOMPUTE[recompute],
     )
 
 
-def _check(arch: Architecture, grid: Grid, recompute: str) -> None:
+def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recompute: str) -> None:
     if arch.kv_heads % grid.tp:
         raise UserError(
             "tensor_parallel_size", f"{grid.tp} does not divide the {arch.kv_heads} key/value heads of the model"
         )
     if arch.ffn % grid.tp:
         raise UserError("tensor_parallel_size", f"{grid.tp} does not divide the intermediate size {arch.ffn}")
-    if arch.layers % grid.pp:
+    if stages is None and arch.layers % grid.pp:
         raise UserError(
             "pipeline_parallel_size", f"{arch.layers} layers do not split evenly over {grid.pp} pipeline stages"
         )

@@ -1,8 +1,8 @@
 """Log-probs and entropies of chosen tokens from hidden states, over a vocabulary that is cut across ranks.
 
 Logits exist for one chunk of tokens at a time, in the model's dtype; where there are several chunks they are computed
-again in the backward pass. The softmax is computed in float32, for a few rows at a time that stay in the cache. Padded
-vocabulary rows never take part: their logits are not even computed.
+again in the backward pass. The softmax is computed in float32, on a CPU for a few rows at a time that stay in its
+cache. Padded vocabulary rows never take part: their logits are not even computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 EXACT_ELEMENTS = 2**21
-"""Logits that are held in float32 at once."""
+"""Logits that are held in float32 at once on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class VocabShard:
         return self.group is None or self.group.size() == 1
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Which targets lie in this shard: bool [R], and the rows of those that do."""
+        """Which targets lie in this shard: bool [R], and the row of each here, 0 for those that lie elsewhere."""
         local = targets - self.start
         is_here = (local >= 0) & (local < self.size)
-        return is_here, local[is_here]
+        return is_here, torch.where(is_here, local, 0)  # of fixed size: the host need not wait for a GPU
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         if not self.is_whole:
@@ -84,7 +84,7 @@ class _TokenLogProbs(torch.autograd.Function):
             found = _statistics(logits, targets[rows], shard, temperature, with_entropy)
             log_norm[rows] = found.log_norm
             log_probs[rows] = found.target - found.log_norm
-            if with_entropy:
+            if found.entropy is not None:
                 entropy[rows] = found.entropy
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
@@ -129,8 +129,9 @@ def _statistics(
     peak = shard.reduce(peak, dist.ReduceOp.MAX) / temperature
     sums = torch.zeros((3, len(logits)), dtype=torch.float32, device=logits.device)
     total, weighted, target = sums
-    is_here, local = shard.find(targets)
-    target[is_here] = logits[is_here, local].float() / temperature
+    is_here, column = shard.find(targets)
+    if shard.size:
+        target.copy_(torch.where(is_here, logits.gather(1, column[:, None])[:, 0].float() / temperature, 0.0))
     for part in _parts(logits):
         shifted = _exact(logits[part].clone(), temperature).sub_(peak[part, None])
         if with_entropy:
@@ -158,9 +159,8 @@ def _turn_into_gradient(
     logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, slopes: _Slopes
 ) -> None:
     """Overwrite logits by the gradient of Σ g · log p[target] + h · H: g · (1[target] − p) − h · p · (log p + H)."""
-    is_here, local = shard.find(targets)
-    on_target = torch.zeros_like(slopes.log_probs).masked_scatter_(is_here, slopes.log_probs[is_here])
-    column = torch.zeros_like(targets).masked_scatter_(is_here, local)
+    is_here, column = shard.find(targets)
+    on_target = torch.where(is_here, slopes.log_probs, 0.0)
     for part in _parts(logits):
         log_softmax = _exact(logits[part], temperature).sub_(slopes.log_norm[part, None])
         factor = slopes.log_probs[part, None]
@@ -187,5 +187,6 @@ def _chunks(length: int, size: int) -> list[slice]:
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """Runs of rows with at most `EXACT_ELEMENTS` logits."""
-    return _chunks(len(logits), max(1, EXACT_ELEMENTS // max(1, logits.shape[1])))
+    """Runs of rows with at most `EXACT_ELEMENTS` logits; on a GPU all rows, as each launch costs time."""
+    rows = EXACT_ELEMENTS // max(1, logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return _chunks(len(logits), max(1, rows))

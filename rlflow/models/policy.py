@@ -34,9 +34,13 @@ from rlflow.models.rope import inverse_frequencies
 from rlflow.parallel import Grid, active, device
 
 
-def has_transformer_engine() -> bool:
-    """Whether the Transformer Engine spec will be used."""
-    return device().type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+def has_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether the Transformer Engine spec can be used; its packed attention has no float32 kernel."""
+    return (
+        device().type == "cuda"
+        and dtype != torch.float32
+        and importlib.util.find_spec("transformer_engine") is not None
+    )
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -115,7 +119,7 @@ def build_policy(
 def _layer_spec(config: TransformerConfig) -> Any:
     """Transformer Engine's layers where its fused rotation was asked for, else megatron's own with our modules."""
     if config.apply_rope_fusion:
-        return get_gpt_layer_with_transformer_engine_spec()
+        return get_gpt_layer_with_transformer_engine_spec(use_te_activation_func=True)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm

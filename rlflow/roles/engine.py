@@ -30,6 +30,7 @@ from rlflow.models import (
     has_transformer_engine,
     pack_for_local_spec,
     pack_for_te_spec,
+    split_layers,
     transformer_config,
 )
 from rlflow.models.config import Recompute
@@ -44,6 +45,7 @@ class Engine:
 
     Making one is collective over the job; ranks outside the grid hold no model and take part in nothing but that.
     `share_prompts` asks for prompts to be computed once; the attribute says whether the attention allows it.
+    `transformer_engine` chooses the layer spec, None: Transformer Engine's where it can be used.
     """
 
     def __init__(
@@ -60,13 +62,16 @@ class Engine:
         overlap: bool = True,
         logprob_chunk_tokens: int = 1024,
         deterministic: bool = False,
+        transformer_engine: bool | None = None,
     ) -> None:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
-        transformer_engine = has_transformer_engine()
+        if transformer_engine is None:
+            transformer_engine = has_transformer_engine(dtype)
         self.share_prompts = share_prompts and not transformer_engine
+        stages = split_layers(architecture, grid.pp)
         self.layout = MegatronLayout(
-            architecture, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order),
+            architecture, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order), stages,
             spec="te" if transformer_engine else "local",
         )  # fmt: skip
         self.training: Training | None = None
@@ -75,7 +80,7 @@ class Engine:
                 join_as_outsider()
             return
         config = transformer_config(
-            architecture, grid, dtype, sequence_parallel=sequence_parallel, recompute=recompute,
+            architecture, grid, dtype, stages=stages, sequence_parallel=sequence_parallel, recompute=recompute,
             deterministic=deterministic, transformer_engine=transformer_engine,
         )  # fmt: skip
         self.row_multiple = grid.tp if config.sequence_parallel else 1

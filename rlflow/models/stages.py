@@ -1,0 +1,29 @@
+"""How many layers each pipeline stage gets, so that all take equally long although the last also scores tokens."""
+
+from __future__ import annotations
+
+from megatron_bridge.families import Architecture
+
+SCORED_PART = 0.5
+"""Assumed part of the rows that the head scores; the others are prompts."""
+
+
+def split_layers(arch: Architecture, stages: int) -> tuple[int, ...]:
+    """Layers of each stage. The first and the last may differ from the equal ones between: megatron-core allows that.
+
+    Among the splits whose slowest stage is fastest, the most even one. The embedding costs nothing to speak of.
+    """
+    if stages == 1:
+        return (arch.layers,)
+    layer = arch.hidden * (2 * arch.heads * arch.head_dim + 2 * arch.kv_heads * arch.head_dim + 3 * arch.ffn)
+    head = SCORED_PART * arch.vocab * arch.hidden / layer
+    return min(_allowed(arch.layers, stages), key=lambda split: (max(*split[:-1], split[-1] + head), max(split)))
+
+
+def _allowed(layers: int, stages: int) -> list[tuple[int, ...]]:
+    """Every split with at least one layer a stage whose stages between first and last are equal."""
+    splits = []
+    for between in range(1, layers) if stages > 2 else (0,):
+        rest = layers - between * (stages - 2)
+        splits += [(rest - last, *[between] * (stages - 2), last) for last in range(1, rest)]
+    return splits
