@@ -4,14 +4,14 @@
 #
 # --tiny trains a random model of a million weights in under a minute instead. Everything is written below the current
 # checkout: .venv, models/, data/ and, a new folder each time, runs/. Overrides go to the training command, for example
-# trainer.seed=1. Made models and data are kept.
+# trainer.seed=1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 recipe=quickstart
 if [ "${1:-}" = --tiny ]; then recipe=tiny && shift; fi
 
 source launch/environment.sh cpu
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 
 if [ "$recipe" = tiny ]; then
     python tools/make_tiny_model.py --out models/tiny
