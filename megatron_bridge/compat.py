@@ -20,10 +20,28 @@ def allow_grouped_queries(attention: Any) -> dict[str, bool]:
 
 
 def keep_vllm_cpu_weights_plain() -> None:
-    """Before `LLM()` on a CPU: otherwise vLLM packs linear weights for oneDNN and leaves parameters of shape (0,)."""
+    """Before `LLM()` on a CPU: otherwise vLLM keeps linear weights only packed, and leaves parameters of shape (0,)."""
     import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
 
     ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+def pack_vllm_cpu_weights(llm: Any) -> None:
+    """After every write on a CPU: give linear layers a packed copy of their weights, which oneDNN multiplies faster.
+
+    Measured: 1.2 to 1.35 times the speed of unpacked products, for as much memory again as the weights take.
+    """
+    import vllm._custom_ops as ops
+
+    if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        return
+    layers: Iterable[Any] = vllm_model(llm).modules()
+    for layer in layers:
+        if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:
+            packed = ops.create_onednn_mm(layer.weight.t())
+            layer.cpu_linear = lambda x, weight, bias, packed=packed: ops.onednn_mm(packed, x, bias)
 
 
 def vllm_runner(llm: Any) -> Any:

@@ -70,11 +70,10 @@ class WeightReceiver:
         UserError where tensors are missing, before anything is written here.
         """
         require_complete(layout, self._rank, tensors, self.layout)
-        if self.in_place:
-            return self._bound(layout, tensors).run()
-        whole = HFLayout(self.layout.arch, self.layout.ranks)
-        moved = [self._load_unit(layout, whole, unit.canonical, tensors) for unit in whole.all_units]
-        return Traffic(*(sum(column) for column in zip(*map(astuple, moved), strict=True)))
+        traffic = self._bound(layout, tensors).run() if self.in_place else self._load(layout, tensors)
+        if self._llm is not None and device().type == "cpu":
+            compat.pack_vllm_cpu_weights(self._llm)
+        return traffic
 
     def read(self, path: str) -> Traffic:
         """Write the weights of a Hugging Face folder, of which every rank reads its own part."""
@@ -95,6 +94,12 @@ class WeightReceiver:
             source, held, target, filled, rank=self._rank, dtype=self._dtype, bucket_bytes=self._bucket_bytes,
             ranks_per_node=self._ranks_per_node,
         )  # fmt: skip
+
+    def _load(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
+        """Send everything through vLLM's loader."""
+        whole = HFLayout(self.layout.arch, self.layout.ranks)
+        moved = [self._load_unit(layout, whole, unit.canonical, tensors) for unit in whole.all_units]
+        return Traffic(*(sum(column) for column in zip(*map(astuple, moved), strict=True)))
 
     def _load_unit(self, layout: Layout, whole: HFLayout, unit: str, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Bring a unit's whole tensors to every rollout rank and give them to vLLM's loader."""
