@@ -38,6 +38,7 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
 KillWait=5
+SlurmdParameters=config_overrides
 InactiveLimit=0
 SchedulerParameters=sched_interval=1,batch_sched_delay=1,sched_min_interval=100000
 StateSaveLocation={folder}/state
