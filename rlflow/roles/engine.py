@@ -118,32 +118,24 @@ class Engine:
         metrics are combined over micro-batches and replicas; `actor/…` are the engine's own. A replica without samples
         takes part all the same.
         """
-        metrics: dict[str, float] = {}
-        if self.grid.is_member:
-            metrics = self._train_step(batch, objective, temperature, lr, with_entropy)
-        if dist.get_world_size() > 1:
-            shared = [metrics]
-            dist.broadcast_object_list(shared, self._spokesman, device=device())
-            metrics = shared[0]
-        return metrics
-
-    @property
-    def _spokesman(self) -> int:
-        """A rank that has the metrics: the first replica's last stage."""
-        return self.grid.members("pp")[0][-1]
-
-    def _train_step(
-        self, batch: Batch, objective: Objective, temperature: float, lr: float, with_entropy: bool
-    ) -> dict[str, float]:
+        if not self.grid.is_member:
+            return self._tell({})
         assert self.training is not None, "a frozen engine cannot be trained"
         micro_batches = self._micro_batches(batch)
-        self.training.zero_grad()
         learn = partial(
             self._learn, fields=batch.to(device()).tokens, objective=objective, temperature=temperature,
             with_entropy=with_entropy,
         )  # fmt: skip
+        self.training.prepare(lr)
         parts = self._run(micro_batches, learn, forward_only=False)
-        grad_norm = self.training.step(lr)
+        with active(self.grid):
+            _, grad_norm, _ = self.training.optimizer.step()
+        return self._tell(self._measure(parts, micro_batches, float(grad_norm)))
+
+    def _measure(
+        self, parts: Sequence[Mapping[str, Tensor]], micro_batches: Sequence[MicroBatch], grad_norm: float
+    ) -> dict[str, float]:
+        """Metrics of an optimizer step on the last stage, which has those of the objective; {} on the others."""
         if not parts:
             return {}
         rows = sum(len(part.token_ids) for part in micro_batches)
@@ -152,6 +144,14 @@ class Engine:
         metrics = self._over_replicas(found)
         metrics["actor/padding_fraction"] = metrics.pop("padding_rows") / max(metrics.pop("rows"), 1.0)
         return metrics | {"actor/grad_norm": grad_norm, "actor/micro_batches": float(len(micro_batches))}
+
+    def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of the first replica's last stage, on every rank of the job."""
+        if dist.get_world_size() == 1:
+            return metrics
+        shared = [metrics]
+        dist.broadcast_object_list(shared, self.grid.members("pp")[0][-1], device=device())
+        return shared[0]
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """The batch in packed micro-batches, on the device, as many as on every other replica and at least one."""

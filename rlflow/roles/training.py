@@ -70,17 +70,12 @@ class Training:
         """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
         finalize_model_grads(models, None, pg_collection=self.grid.groups)
 
-    def zero_grad(self) -> None:
+    def prepare(self, lr: float) -> None:
+        """Make ready for the gradients of a step at this learning rate."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def step(self, lr: float) -> float:
-        """One update with the gathered gradients; returns their global norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-        with active(self.grid):
-            _, grad_norm, _ = self.optimizer.step()
-        return float(grad_norm)
 
     def gather_parameters(self) -> None:
         """Complete the parameters now: with overlap they are gathered by the next forward only."""
