@@ -61,6 +61,9 @@ def evaluate(args: argparse.Namespace) -> Work:
 
 def generate(args: argparse.Namespace) -> Work:
     """Print responses to the prompts given."""
+    if args.model is not None and args.config is not None and "=" in args.config:
+        args.overrides.insert(0, args.config)  # there is no CONFIG: the first override took its place
+        args.config = None
     if (args.config is None) == (args.model is None):
         raise UserError("generate", "needs either CONFIG or --model")
     config = _config(args, "generate")

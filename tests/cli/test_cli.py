@@ -118,6 +118,8 @@ def test_generate_takes_a_model_or_a_config(job: FakeJob, path: str, capsys: pyt
     model = str(QWEN)
     assert cli.main(["generate", "--model", model, "--prompt", "1 + 1 =", "--prompt", "hi"]) == 0
     assert (job.seen.config.model.path, job.seen.prompts) == (model, ["1 + 1 =", "hi"])
+    assert cli.main(["generate", "--model", model, "rollout.n=3", "rollout.temperature=0.7", "--prompt", "hi"]) == 0
+    assert (job.seen.config.rollout.n, job.seen.config.rollout.temperature) == (3, 0.7)
     assert cli.main(["generate", path, "rollout.temperature=0.5", "--prompt", "hi"]) == 0
     assert job.seen.config.rollout.temperature == 0.5
     assert cli.main(["generate", "--prompt", "hi"]) == 2
