@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for package in ("rlflow", "megatron_bridge") for path in (ROOT / package).rglob("*.py"))
-PURE_BRIDGE = ("megatron_bridge/boxes.py", "megatron_bridge/plan.py", "megatron_bridge/families", "megatron_bridge/layouts")
+PURE_BRIDGE = (
+    "megatron_bridge/boxes.py",
+    "megatron_bridge/plan.py",
+    "megatron_bridge/families",
+    "megatron_bridge/layouts",
+)
 
 # package -> the places that may import it
 MAY_IMPORT = {
