@@ -7,6 +7,7 @@ is left to the caller.
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from megatron_bridge.execute import connect
 from megatron_bridge.layouts import HFLayout, Layout
 from megatron_bridge.layouts.part import OneUnit
 
-CHUNK = 1 << 22  # elements that are mixed at a time: bounds the memory that making and reading values takes
+TABLE = 1_048_573  # length of the table of known values, a prime
+CHUNK = 1 << 18  # elements that are digested at a time
+MULTIPLIER = 6_364_136_223_846_793_005  # joins the chunks' digests in their order
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -54,23 +57,21 @@ def _write_unit(
 class KnownValues(Mapping[str, torch.Tensor]):
     """Every canonical tensor by its Hugging Face name, made when it is asked for and not kept: the same each time.
 
-    Values are 8-bit numbers scattered by a mix of name and position, exact in every format, so that a misplaced row or
-    element shows.
+    A tensor repeats a table of random 8-bit numbers, exact in every format, from a place that its name gives. The
+    table's length is prime and longer than a row, so that whatever is misplaced by rows or elements differs.
     """
 
     def __init__(self, layout: HFLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self._device = dtype, device
+        self.dtype = dtype
         self._shapes = {name: param.shape for name, param in layout.parameters(rank).items()}
+        table = torch.randint(-128, 128, (TABLE,), generator=torch.Generator().manual_seed(0))
+        self._table = table.to(dtype).to(device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        values = torch.empty(self._shapes[name], dtype=self.dtype, device=self._device)
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-        flat = values.view(-1)
-        for start in range(0, len(flat), CHUNK):
-            part = flat[start : start + CHUNK]
-            at = torch.arange(start, start + len(part), dtype=torch.int64, device=self._device)
-            part.copy_(_mix(at + seed).bitwise_and_(255).sub_(128))
-        return values
+        begin = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % TABLE
+        elements = prod(self._shapes[name])
+        repeated = self._table.roll(-begin).repeat(-(-elements // TABLE))
+        return repeated[:elements].view(self._shapes[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -85,23 +86,13 @@ def digests(model: torch.nn.Module) -> dict[str, int]:
     for prefix, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         named |= {f"{prefix}.{name}": value for name, value in attributes.items() if name != "kv_cache"}
-    return {name: _digest(tensor.detach()) for name, tensor in named.items()}
+    factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=torch.Generator().manual_seed(0))
+    return {name: _digest(tensor.detach(), factors.to(tensor.device)) for name, tensor in named.items()}
 
 
-def _digest(tensor: torch.Tensor) -> int:
-    flat = tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, len(flat), CHUNK):
-        part = flat[start : start + CHUNK].to(torch.int64)
-        at = torch.arange(start, start + len(part), dtype=torch.int64, device=flat.device)
-        total += _mix(part + _mix(at)).sum()
+def _digest(tensor: torch.Tensor, factors: torch.Tensor) -> int:
+    """Sum of the elements' bits times random factors, wrapping around, chunk by chunk."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]).split(len(factors)):
+        total = total * MULTIPLIER + (part.to(torch.int64) * factors[: len(part)]).sum()
     return int(total.item())
-
-
-def _mix(numbers: torch.Tensor) -> torch.Tensor:
-    """Scatter int64 numbers, wrapping around: a bijection, so that different inputs stay different."""
-    numbers = numbers * -7046029254386353131  # odd
-    numbers ^= numbers >> 29
-    numbers *= -4658895280553007687  # odd
-    numbers ^= numbers >> 32
-    return numbers
