@@ -1,4 +1,4 @@
-"""Persistent gloo processes for distributed tests.
+"""Persistent processes for distributed tests, on CPUs with gloo or one a GPU with NCCL.
 
 A pool starts each process once and reuses it for every test and every world size, because importing torch and
 megatron-core costs more than most tests. Every call gets a default process group of its own; a failing rank's traceback
@@ -34,14 +34,21 @@ def _serve(pipe: Connection) -> None:
             pipe.send(_call(*pipe.recv()))
 
 
-def _call(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple) -> tuple[bool, Any]:
+def _call(
+    backend: str, rank: int, size: int, store: str, function: Callable[..., Any], args: tuple
+) -> tuple[bool, Any]:
+    import torch
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     try:
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
-        )
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT,
+            device_id=device,
+        )  # fmt: skip
         result = function(*args)
         if dist.is_initialized():
             dist.barrier()  # a rank that left early would break the connections of one that is still joining
@@ -54,9 +61,13 @@ def _call(rank: int, size: int, store: str, function: Callable[..., Any], args: 
 
 
 class World:
-    """`world(n, function, *args)` runs a module-level function on n ranks and returns their results in rank order."""
+    """`world(n, function, *args)` runs a module-level function on n ranks and returns their results in rank order.
 
-    def __init__(self) -> None:
+    With "nccl" each rank has the GPU of its number; results must not lie on it.
+    """
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -65,7 +76,8 @@ class World:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
-                self._workers[rank][1].send((rank, size, str(Path(folder) / "store"), function, args))
+                call = (self._backend, rank, size, str(Path(folder) / "store"), function, args)
+                self._workers[rank][1].send(call)
             return self._collect(size, timeout)
 
     def _start(self) -> None:

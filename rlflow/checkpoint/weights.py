@@ -95,8 +95,9 @@ def _set_with_step(optimizer: Any, model_parameter: torch.Tensor, tensors: dict[
 def _restore_step_counts(training: Training, updates: int) -> None:
     """A tensor for each parameter: one that they share would advance many times a step."""
     for optimizer in _optimizers(training):
-        for group in optimizer.optimizer.param_groups:
-            if "step" in group:  # fused implementations count per group
-                group["step"] = updates
+        if not isinstance(optimizer.optimizer, torch.optim.Adam):
+            for group in optimizer.optimizer.param_groups:
+                group["step"] = updates  # Transformer Engine's and apex's count per group
     for adam, parameter in _torch_states(training):
-        adam.state[parameter]["step"] = torch.tensor(float(updates))
+        # where the fused kernel, which we ask for, reads it
+        adam.state[parameter]["step"] = torch.tensor(float(updates), device=parameter.device)

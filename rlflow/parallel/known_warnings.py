@@ -1,11 +1,13 @@
-"""Warnings of libraries that tell the user of a run nothing, each by module and message; all others stay.
+"""Warnings and log messages of libraries that tell the user of a run nothing, each by its origin; all others stay.
 
 They come from calls that megatron-core makes itself or that both supported versions of it need, once on every rank.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
+from functools import partial
 
 # module → how its messages begin
 _KNOWN = {
@@ -23,10 +25,22 @@ _KNOWN = {
     # Its sharded checkpoints are ShardedTensors.
     r"torch\.distributed\.checkpoint\.": (r"Please use DTensor instead and we are deprecating ShardedTensor",),
 }
+# logger → how its message begins
+_KNOWN_MESSAGES = {
+    # Its successor has the same layers; 0.16 does not know it yet.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+}
 
 
 def silence() -> None:
-    """Filter the known warnings in this process."""
+    """Filter the known warnings and messages in this process."""
     for module, messages in _KNOWN.items():
         for message in messages:
             warnings.filterwarnings("ignore", message=message, module=module)
+    for logger, beginning in _KNOWN_MESSAGES.items():
+        logging.getLogger(logger).addFilter(partial(_is_news, beginning))
+
+
+def _is_news(known: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(known)

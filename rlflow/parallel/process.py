@@ -72,16 +72,14 @@ def keep_freed_memory() -> None:
 
 
 def _init_default_group(timeout: datetime.timedelta) -> None:
-    backend = "nccl" if device().type == "cuda" else "gloo"
+    on_gpu = device().type == "cuda"
+    backend, bound = ("nccl", device()) if on_gpu else ("gloo", None)
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
-    if device().type == "cuda":
-        dist.init_process_group(backend, timeout=timeout, device_id=device())
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
 
 
 @contextlib.contextmanager

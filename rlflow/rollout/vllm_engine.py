@@ -4,6 +4,7 @@ Every rank of the job builds a `VLLMRollout` and calls it alike; ranks outside `
 moves where is planned and carried out by megatron_bridge; when which call is allowed is `engine.Lifecycle`'s.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,7 +119,7 @@ class VLLMRollout:
             return []
         return sampling.samples(wanted, outputs, self._tokenizer, self.version)
 
-    def sync(self, layout: "Layout", tensors: dict[str, torch.Tensor]) -> "Traffic":
+    def sync(self, layout: "Layout", tensors: Mapping[str, torch.Tensor]) -> "Traffic":
         """Take over the weights that all ranks hold as `tensors` in `layout`; counts the bytes moved. Collective."""
         with self._lifecycle.updating():
             return self._weights.receive(layout, tensors)

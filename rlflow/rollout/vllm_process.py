@@ -32,12 +32,13 @@ ENVIRONMENT = {
 }
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1", "TOKENIZERS_PARALLELISM": "false"}
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # there is nothing that compiles on the CPU path but its sampler
+GPU_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # it hides the filtered logits, of which log-probs are wanted
 CHANGED_VARIABLES = ("LOCAL_WORLD_SIZE", "LD_PRELOAD", "NUMEXPR_MAX_THREADS")
 
 
 def prepare_environment(on_gpu: bool) -> None:
     """Set what vLLM reads when it is imported. A user's own choice of verbosity is kept."""
-    os.environ.update(ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT))
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -81,7 +82,8 @@ def engine_options(
         return options | {"block_size": BLOCK_TOKENS}
     if config.cuda_graphs:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    return options | {"enable_sleep_mode": config.sleep_level > 0}
+    # The cache's size is given; all that is left of the utilization is a check against the memory free at start.
+    return options | {"enable_sleep_mode": config.sleep_level > 0, "gpu_memory_utilization": 0.01}
 
 
 def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:

@@ -1,0 +1,31 @@
+"""Fixtures of the GPU tests: processes with one GPU each, and models."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.devices import save_qwen
+from tests.workers import World
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[World]:
+    """`gpus(n, function, *args)` on n GPUs, in processes that the tests of a module share."""
+    pool = World("nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def fresh_gpus() -> Iterator[World]:
+    """The same in processes of the test's own: vLLM's allocator serves one engine a process."""
+    pool = World("nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model in the shape of Qwen2.5-0.5B."""
+    return save_qwen(tmp_path_factory.mktemp("qwen"))

@@ -1,0 +1,54 @@
+"""Which GPU tests run here, and the random models of real shapes that they run on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import save_tokenizer
+
+QWEN_0_5B: dict[str, Any] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 24,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": [3, 1],
+    "pad_token_id": 0,
+}
+"""The shape of Qwen2.5-0.5B; the ids are those of the tests' tokenizer."""
+
+
+def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test module that needs GPUs; elsewhere its tests are skipped."""
+    return [
+        pytest.mark.gpu,
+        pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices"),
+    ]
+
+
+def save_qwen(folder: Path, **overrides: Any) -> Path:
+    """A random bfloat16 model in Qwen2.5-0.5B's shape, drawn on the GPU, with logits that spread like real ones."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("qwen2", **{**QWEN_0_5B, **overrides})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(0.0 if "bias" in name else 1.0, 0.1, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.05 if "embed" in name else 0.02, generator=generator)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
