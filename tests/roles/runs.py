@@ -89,6 +89,23 @@ def split_differently(folder: Path, budgets: Sequence[int], share: Sequence[bool
     return found
 
 
+def with_nan_outside_the_mask(folder: Path) -> list[dict[str, float]]:
+    """Metrics of a step on the random batch, as it is and with NaN in every field outside its mask."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine = make_engine(folder, Case("", 1), Optimizer(lr=0.0))
+    metrics = []
+    for hole in (0.0, torch.nan):
+        batch = random_batch()
+        outside = ~batch.tokens["mask"]
+        batch.tokens["weights"][outside] = 0.0
+        batch.tokens["advantages"][outside] = hole
+        batch.tokens["old_log_probs"] = engine.log_probs(batch, 0.8).masked_fill_(outside, hole)
+        metrics.append(engine.train_step(batch, PolicyObjective(), temperature=0.8, lr=0.0))
+    return metrics
+
+
 def with_an_idle_replica(folder: Path, case: Case) -> list[dict[str, float]]:
     """One step for which the last replica has no sample, and one for which none has."""
     from rlflow.algorithms import PolicyObjective

@@ -111,6 +111,15 @@ def test_cutting_into_micro_batches_changes_nothing(world: World, models: list[P
         assert grad_norm == pytest.approx(first[1], rel=1e-5)
 
 
+def test_nan_outside_the_mask_reaches_nothing(world: World, models: list[Path]) -> None:  # cases.md B01
+    clean, holed = world(1, runs.with_nan_outside_the_mask, models[2])[0]
+    assert holed == clean
+
+
+def test_the_first_update_is_on_policy(world: World, models: list[Path]) -> None:
+    assert world(1, runs.with_nan_outside_the_mask, models[2])[0][0]["ratio_error_max"] < 1e-5
+
+
 def test_a_replica_without_samples_takes_part(world: World, models: list[Path], single: Any) -> None:  # cases.md B02
     expected = single(0, {"lr": 0.0}, 1, {}).metrics[0]
     for some, none in world(2, runs.with_an_idle_replica, models[0], DP2):
