@@ -46,7 +46,7 @@ def evaluation_faults(config: Config, *, required: bool) -> Iterator[Fault]:
     elif required or evaluation.every > 0:
         rule = "must be given: the held-out file" + ("" if required else f", for evaluation.every = {evaluation.every}")
         yield Fault("data.evaluation", None, rule, None, ("evaluation.every",))
-    if evaluation.n > 1 and evaluation.temperature == 0:
+    if not required and evaluation.n > 1 and evaluation.temperature == 0:  # `eval` samples at the rollout's then
         rule = "greedy decoding gives the same response each time; set evaluation.temperature above 0"
         yield Fault("evaluation.n", evaluation.n, rule, "1", ("evaluation.temperature",))
 

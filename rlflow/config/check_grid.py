@@ -115,8 +115,8 @@ def _rank_faults(
     if ranks is None:
         return
     if role.ranks != "all":
-        if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
-            yield Fault(f"{section}.ranks", list(ranks), "must be different ranks, at least one", "all")
+        if not ranks or list(ranks) != sorted(set(ranks)) or min(ranks) < 0:
+            yield Fault(f"{section}.ranks", list(ranks), "must be different ranks in ascending order", "all")
         elif world_size is not None and max(ranks) >= world_size:
             yield Fault(f"{section}.ranks", list(ranks), f"the job has the ranks 0 to {world_size - 1}", "all")
     if block > 0 and len(ranks) % block:

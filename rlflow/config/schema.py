@@ -62,7 +62,7 @@ class Optimizer:
     lr: float = key("Peak learning rate.", 1e-6, minimum=0, known_as=("learning_rate",))
     min_lr: float = key("Learning rate at the end of a linear or cosine schedule.", 0.0, minimum=0)
     schedule: Literal["constant", "linear", "cosine"] = key("Shape of the decay after warm-up.", "constant")
-    warmup_steps: int = key("Steps of linear warm-up from 0.", 0, minimum=0, known_as=("lr_warmup_steps",))
+    warmup_steps: int = key("Steps of linear warm-up.", 0, minimum=0, known_as=("lr_warmup_steps",))
     beta1: float = key("Decay of the first moment.", 0.9, minimum=0, below=1)
     beta2: float = key("Decay of the second moment.", 0.999, minimum=0, below=1)
     eps: float = key("Added to the root of the second moment.", 1e-8, above=0)
@@ -177,9 +177,11 @@ class Reward:
 class Evaluation:
     """Scores on the held-out file."""
 
-    every: int = key("Steps between evaluations; 0: off.", 0, minimum=0)
+    every: int = key("Steps between evaluations; 0: only before the first step and after the last.", 0, minimum=0)
     n: int = key("Responses to each prompt.", 1, minimum=1)
-    temperature: float = key("Sampling temperature; 0: greedy.", 0.0, minimum=0)
+    temperature: float = key(
+        "Sampling temperature; 0: greedy (`eval`, which does both, then samples at the rollout's).", 0.0, minimum=0
+    )
     max_prompts: int | None = key("Use only the first prompts; null: all.", None, minimum=1)
     at_start: bool = key("Evaluate before the first step.", True)
 

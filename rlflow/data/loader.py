@@ -52,7 +52,9 @@ class Loader:
         """Continue where `state` was taken; raises UserError where data, seed or shuffling are not the same."""
         for key, value in self._identity().items():
             if state[key] != value:
-                raise UserError("resume", f"the checkpoint was written with {key} = {state[key]}, this run has {value}")
+                raise UserError(
+                    "trainer.resume", f"the checkpoint was written with {key} = {state[key]}, this run has {value}"
+                )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._permutation()
 

@@ -117,9 +117,9 @@ def test_lists_of_ranks(tmp_path: Path) -> None:
     assert faults(tmp_path, "rollout.ranks=[0, 2]", world_size=2) == [
         "rollout.ranks = [0, 2]: the job has the ranks 0 to 1; nearest: all"
     ]
-    for ranks in ("[]", "[0, 0]", "[-1]"):
+    for ranks in ("[]", "[0, 0]", "[-1]", "[1, 0]"):
         (fault,) = faults(tmp_path, f"actor.ranks={ranks}", world_size=2)
-        assert fault == f"actor.ranks = {ranks}: must be different ranks, at least one; nearest: all"
+        assert fault == f"actor.ranks = {ranks}: must be different ranks in ascending order; nearest: all"
 
 
 def test_batch_arithmetic(tmp_path: Path) -> None:
@@ -249,6 +249,13 @@ def test_evaluation_needs_a_file(tmp_path: Path) -> None:
     assert faults(tmp_path, "data.evaluation=null", "evaluation.every=5") == [
         "data.evaluation: must be given: the held-out file, for evaluation.every = 5"
     ]
+
+
+def test_greedy_evaluation_has_one_response(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, "evaluation.n=8")
+    assert fault.startswith("evaluation.n = 8: greedy decoding gives the same response each time")
+    assert faults(tmp_path, "evaluation.n=8", "evaluation.temperature=0.7") == []
+    assert faults(tmp_path, "evaluation.n=8", purpose="evaluate") == []  # samples at the rollout's temperature
 
 
 def test_output_folder(tmp_path: Path) -> None:
