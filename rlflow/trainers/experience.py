@@ -72,8 +72,8 @@ def _spread(known: Catalogue, numbers: list[int], replicas: int, hidden: int, sh
 
 
 def over_replicas(grid: Grid, values: Tensor) -> Tensor:
-    """Sum a tensor over the data-parallel replicas."""
-    if grid.dp == 1:
+    """Sum a tensor over the data-parallel replicas; ranks outside the grid are in none and keep theirs."""
+    if grid.dp == 1 or not grid.is_member:
         return values
     summed = values.to(device())
     dist.all_reduce(summed, group=grid.groups.dp)
@@ -107,8 +107,10 @@ def add_advantages(experience: Experience, algorithm: Algorithm, kl_coef: float,
 
 
 def _of_samples(tokens: Tensor, experience: Experience, grid: Grid) -> Tensor:
-    """Sums of a token field over each sample, known on every rank: [N]."""
+    """Sums of a token field over each sample, known on every rank of the grid: float32 [N] on the CPU."""
     batch = experience.batch
+    if not grid.is_member:
+        return torch.zeros(len(experience.known))
     sums = tokens.new_zeros(len(batch)).index_add(0, batch.responses.row_ids(), tokens)
     return gather_samples(sums, experience.numbers, len(experience.known), grid.groups.dp).cpu()
 

@@ -9,13 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.config.schema import Config
 from rlflow.rewards.scorer import Scorer
 from rlflow.rollout.engine import RolloutEngine
-from rlflow.trainers.measure import pass_at, sample_metrics
+from rlflow.trainers.measure import from_all_ranks, pass_at, sample_metrics
 
 
 def measure(
@@ -61,10 +59,8 @@ def _pass_at_k(samples: Sequence[Sample], name: str, n: int) -> dict[str, float]
     right: dict[str, list[bool]] = defaultdict(list)
     for sample in samples:
         right[sample.prompt.id].append(sample.scores.get(name, 0.0) >= 1)
-    gathered: list[dict[str, list[bool]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, dict(right))
     outcomes: dict[str, list[bool]] = defaultdict(list)
-    for part in gathered:
+    for part in from_all_ranks(dict(right)):  # a prompt's samples may lie on several ranks
         for prompt, flags in part.items():
             outcomes[prompt] += flags
     powers = [2**power for power in range(n.bit_length())]

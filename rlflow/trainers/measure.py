@@ -1,4 +1,4 @@
-"""What is measured on samples: means over all of them, wherever they are, and accuracy on held-out prompts.
+"""What is measured on samples: means and counts over all of them, wherever they are, and pass@k.
 
 A mean counts only samples that have the value: an unscorable one lowers no mean.
 """
@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from rlflow.batch import Sample
+
+Value = TypeVar("Value")
+
+
+def from_all_ranks(value: Value) -> list[Value]:
+    """Every rank's value, in the order of ranks: for a few numbers, never for samples. Collective over the job."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(counts: Mapping[str, float]) -> dict[str, float]:
+    """Counts that every rank has under the same names, added up. Collective over the job."""
+    parts = from_all_ranks(counts)
+    return {name: sum(part[name] for part in parts) for name in counts}
 
 
 def mean_over_ranks(values: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -21,8 +37,7 @@ def mean_over_ranks(values: Iterable[tuple[str, float]]) -> dict[str, float]:
         if not math.isnan(value):
             total, count = sums[name]
             sums[name] = total + value, count + 1
-    gathered: list[dict[str, tuple[float, int]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, dict(sums))
+    gathered = from_all_ranks(dict(sums))
     names = dict.fromkeys(name for part in gathered for name in part)
     means = {}
     for name in names:

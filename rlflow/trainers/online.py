@@ -21,7 +21,7 @@ from rlflow.rollout.engine import RolloutEngine
 from rlflow.tracking import Tracker
 from rlflow.trainers import held_out
 from rlflow.trainers.experience import Experience, add_advantages, collect, mini_batch
-from rlflow.trainers.measure import sample_metrics
+from rlflow.trainers.measure import sample_metrics, sum_over_ranks
 
 
 @dataclass
@@ -60,9 +60,9 @@ def train(run: Run) -> None:
             )
             run.rollout.sleep()
         with track.phase("score"):
-            run.scorer.score(samples)
+            counts = run.scorer.score(samples)
         with track.phase("exchange"):
-            metrics = sample_metrics(samples, "train")
+            metrics = sample_metrics(samples, "train") | sum_over_ranks(counts)
             experience = collect(
                 samples, prompts, actor.grid, mini_batches=config.algorithm.mini_batches,
                 hidden=actor.architecture.hidden, share=actor.share_prompts,
