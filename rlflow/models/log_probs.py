@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlflow.models.embedding import main_grad_of
+
 EXACT_ELEMENTS = 2**21
-"""Logits that are held in float32 at once on a CPU."""
+"""Elements that are worked on in float32 at once on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 entropy[rows] = found.entropy
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.main_grad = main_grad_of(weight)
         return log_probs, entropy
 
     @staticmethod
@@ -96,8 +99,9 @@ class _TokenLogProbs(torch.autograd.Function):
         shard, temperature = ctx.shard, ctx.temperature
         grad_hidden = torch.empty_like(hidden)
         chunks = _chunks(len(hidden), ctx.chunk_tokens)
-        # Several chunks are summed in float32, as if they had been one.
-        grad_weight = torch.zeros_like(weight, dtype=weight.dtype if len(chunks) == 1 else torch.float32)
+        grad_weight = ctx.main_grad
+        if grad_weight is None:  # several chunks are summed in float32, as if they had been one
+            grad_weight = torch.zeros_like(weight, dtype=weight.dtype if len(chunks) == 1 else torch.float32)
         used = weight[: shard.size]
         for rows in chunks:
             logits = torch.mm(hidden[rows], used.t()) if ctx.logits is None else ctx.logits
@@ -105,11 +109,9 @@ class _TokenLogProbs(torch.autograd.Function):
             slopes = _Slopes(grads[0][rows], grads[1][rows] if len(entropy) else None, log_norm[rows], entropy[rows])
             _turn_into_gradient(logits, targets[rows], shard, temperature, slopes)
             torch.mm(logits, used, out=grad_hidden[rows])
-            if logits.dtype == grad_weight.dtype:
-                grad_weight[: shard.size].addmm_(logits.t(), hidden[rows])
-            else:
-                grad_weight[: shard.size].add_(logits.t() @ hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+            _add_product(grad_weight[: shard.size], logits.t(), hidden[rows])
+        delivered = grad_weight.to(weight.dtype) if ctx.main_grad is None else None
+        return grad_hidden, delivered, None, None, None, None, None
 
 
 @dataclass
@@ -133,7 +135,7 @@ def _statistics(
     if shard.size:
         target.copy_(torch.where(is_here, logits.gather(1, column[:, None])[:, 0].float() / temperature, 0.0))
     for part in _parts(logits):
-        shifted = _exact(logits[part].clone(), temperature).sub_(peak[part, None])
+        shifted = _exact(logits[part], temperature, keep=True).sub_(peak[part, None])
         if with_entropy:
             powers = shifted.exp()
             weighted[part] = powers.mul(shifted).sum(-1)
@@ -176,9 +178,19 @@ def _turn_into_gradient(
             logits[part] = grad
 
 
-def _exact(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature in float32; overwrites float32 logits."""
-    exact = logits.float()
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left · right, where the product may be of lower precision than the total."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+        return
+    size = EXACT_ELEMENTS // total.shape[1] if total.device.type == "cpu" else len(total)
+    for rows in _chunks(len(total), size):  # on a CPU in pieces that stay in its cache
+        total[rows].add_(left[rows] @ right)
+
+
+def _exact(logits: Tensor, temperature: float, keep: bool = False) -> Tensor:
+    """Logits over temperature in float32; overwrites float32 logits unless they are to be kept."""
+    exact = logits.to(torch.float32, copy=keep)
     return exact if temperature == 1.0 else exact.div_(temperature)
 
 

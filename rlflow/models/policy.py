@@ -27,6 +27,7 @@ from megatron_bridge.compat import mlp_submodules
 from megatron_bridge.families import Architecture
 from rlflow.models.activation import SwiGLU
 from rlflow.models.attention import PackedAttention
+from rlflow.models.embedding import VocabularyEmbedding
 from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.norm import RMSNorm
 from rlflow.models.packed import PackedInput
@@ -84,6 +85,13 @@ class PolicyModel(GPTModel):
 
     frequencies: Tensor  # float32 [head_dim / 2], for the local spec's rotation
 
+    def vocabulary_weights(self) -> list[torch.nn.Parameter]:
+        """The embedding and the head of this stage, as far as it holds them; one where they are tied."""
+        weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        if self.post_process and self.output_layer.weight is not None:
+            weights.append(self.output_layer.weight)
+        return weights
+
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInput, **_: Any) -> Any:
         if not self.post_process:
             return hidden_states
@@ -111,6 +119,8 @@ def build_policy(
     model.frequencies = inverse_frequencies(arch).to(device())
     if config.apply_rope_fusion:
         model.rotary_pos_emb.inv_freq = model.frequencies
+    if grid.is_first_stage:
+        model.embedding.word_embeddings.__class__ = VocabularyEmbedding  # the same state, another forward and backward
     if grid.is_last_stage:
         model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
     return model

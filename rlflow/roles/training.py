@@ -65,6 +65,11 @@ class Training:
         model.config.finalize_model_grads_func = self._finalize
         if self.overlap:
             model.config.no_sync_func = self.ddp.no_sync
+        else:  # nobody waits for the moment when autograd delivers a gradient
+            for weight in model.vocabulary_weights():
+                weight.adds_to_main_grad = True  # type: ignore[attr-defined]
+        if grid.dp * grid.cp == 1:
+            _leave_out_collectives(self.ddp)
 
     def _finalize(self, models: list[Any], num_tokens: Any = None, **_: Any) -> None:
         """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
@@ -85,6 +90,12 @@ class Training:
     def reload(self) -> None:
         """Take over model weights that were written from outside."""
         self.optimizer.reload_model_params()
+
+
+def _leave_out_collectives(ddp: DistributedDataParallel) -> None:
+    """A lone replica has nobody to exchange with, and gloo would copy gradients and parameters all the same."""
+    for bucket_group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+        bucket_group.start_grad_sync = bucket_group.start_param_sync = lambda *args, **kwargs: None
 
 
 def _fuse(optimizer: Any) -> None:
