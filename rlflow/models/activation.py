@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 CACHED_ELEMENTS = 2**18
 """On a CPU the backward pass takes this much of its input at a time, so that its steps find it in the cache."""
 
