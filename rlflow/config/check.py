@@ -10,7 +10,14 @@ from dataclasses import fields
 from typing import Literal, get_args
 
 from rlflow.config.check_files import evaluation_faults, file_faults, reward_faults, training_faults
-from rlflow.config.check_grid import batch_faults, grid_faults, length_faults, model_faults, read_model
+from rlflow.config.check_grid import (
+    batch_faults,
+    checkpoint_faults,
+    grid_faults,
+    length_faults,
+    model_faults,
+    read_model,
+)
 from rlflow.config.document import write
 from rlflow.config.faults import Fault, independent
 from rlflow.config.schema import Config, Model
@@ -39,7 +46,7 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
         faults += [*reward_faults(config), *evaluation_faults(config, required=purpose == "evaluate")]
     if purpose == "train":
         faults += [*algorithm_faults(config), *optimizer_faults(config)]
-        faults += [*batch_faults(config, world_size), *training_faults(config)]
+        faults += [*batch_faults(config, world_size), *checkpoint_faults(config, world_size), *training_faults(config)]
     else:  # without training there is no actor: a model may be evaluated on fewer ranks than it was trained on
         faults = [fault for fault in faults if not fault.key.startswith("actor.")]
     faults = out_of_range + independent(faults, out_of_range)

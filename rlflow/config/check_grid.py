@@ -94,6 +94,14 @@ def batch_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
     yield Fault("trainer.prompts_per_step", prompts, rule, nearest, reads)
 
 
+def checkpoint_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
+    """megatron-core writes a checkpoint on all ranks of the job, each of which must hold a part of the actor."""
+    ranks, every = rank_list(config.actor.ranks, world_size), config.trainer.save_every
+    if every > 0 and ranks is not None and world_size is not None and len(ranks) < world_size:
+        rule = f"checkpoints need the actor on all {world_size} ranks of the job"
+        yield Fault("trainer.save_every", every, rule, "0", ("actor.ranks",))
+
+
 def rank_list(ranks: Ranks, world_size: int | None) -> tuple[int, ...] | None:
     """The ranks that a role names; None where `all` of an unknown number."""
     if ranks == "all":

@@ -6,6 +6,7 @@ objective is, are the caller's matter; all ranks of the job call the same method
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,7 @@ class Engine:
 
         `batch.tokens` are handed to the objective, cut to a micro-batch; its loss must carry global weights. Its
         metrics are combined over micro-batches and replicas; `actor/…` are the engine's own. A replica without samples
-        takes part all the same.
+        takes part all the same. Raises FloatingPointError where the gradient is not finite.
         """
         if not self.grid.is_member:
             return self._tell({})
@@ -130,6 +131,8 @@ class Engine:
         parts = self._run(micro_batches, learn, forward_only=False)
         with active(self.grid):
             _, grad_norm, _ = self.training.optimizer.step()
+        if not math.isfinite(grad_norm):  # the same on every rank of the grid, so that all of them stop here
+            raise FloatingPointError(f"the gradient's norm is {grad_norm}: no weights of this step can be used")
         return self._tell(self._measure(parts, micro_batches, float(grad_norm)))
 
     def _measure(

@@ -106,6 +106,20 @@ def with_nan_outside_the_mask(folder: Path) -> list[dict[str, float]]:
     return metrics
 
 
+def with_an_infinite_advantage(folder: Path) -> str:
+    """What the engine says of a step that one token spoils."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine, batch = make_engine(folder, Case("", 1), Optimizer()), random_batch()
+    batch.tokens["advantages"][batch.tokens["mask"].nonzero()[0]] = torch.inf
+    try:
+        engine.train_step(batch, PolicyObjective(), temperature=1.0, lr=1e-6)
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
 def with_an_idle_replica(folder: Path, case: Case) -> list[dict[str, float]]:
     """One step for which the last replica has no sample, and one for which none has."""
     from rlflow.algorithms import PolicyObjective

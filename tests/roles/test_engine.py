@@ -116,6 +116,11 @@ def test_nan_outside_the_mask_reaches_nothing(world: World, models: list[Path]) 
     assert holed == clean
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run(world: World, models: list[Path]) -> None:
+    (message,) = world(1, runs.with_an_infinite_advantage, models[2])
+    assert message.startswith("the gradient's norm is ")
+
+
 def test_the_first_update_is_on_policy(world: World, models: list[Path]) -> None:
     assert world(1, runs.with_nan_outside_the_mask, models[2])[0][0]["ratio_error_max"] < 1e-5
 
