@@ -162,6 +162,7 @@ def start_data(config: Config, tokenizer: Any) -> tuple[Loader, Sequence[Prompt]
 
 
 def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
+    """The first `evaluation.max_prompts` held-out prompts; none without a file of them."""
     if config.data.evaluation is None:
         return []
     return load_prompts(
@@ -171,6 +172,7 @@ def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
 
 
 def start_rollout(config: Config, architecture: Architecture, tokenizer: Any) -> VLLMRollout:
+    """vLLM on `rollout.ranks`, without weights so far. Collective."""
     return VLLMRollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
