@@ -72,7 +72,8 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     ranks = tuple(range(world))
     arch = load_architecture({**QWEN_1_5B, "num_hidden_layers": options.layers})
-    actor = MegatronLayout(arch, **{options.source: world})
+    sizes = {"tp": 1, "pp": 1, "dp": 1} | {options.source: world}
+    actor = MegatronLayout(arch, sizes["tp"], sizes["pp"], sizes["dp"])
     engine = VLLMLayout(arch, world if options.engine == "tp" else 1, ranks)
     files = HFLayout(arch, ranks)
     weights, held, filled, expected = checkpoint(files, device), *(tensors(x, device) for x in (actor, engine, engine))
