@@ -1,8 +1,11 @@
 """The one place that knows how versions of torch, megatron-core and vLLM differ, and where they hide what we need."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,30 @@ def keep_vllm_cpu_weights_plain() -> None:
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+@contextlib.contextmanager
+def vllm_shared_memory(job: str) -> Iterator[None]:
+    """While `LLM()` starts on a CPU: name the shared memory of its groups after the job, and leave no file behind.
+
+    vLLM names it by ranks alone: two jobs on one machine would share it, and a killed job's would stop the next one.
+    All ranks have mapped it when `LLM()` returns; after that nobody needs its name.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    by_ranks, prefix = _CPUSHMDistributed.make_group_name, f"{job}-{socket.gethostname()}"
+
+    def by_job(group: Any) -> str:
+        kind = group.unique_name.partition(":")[0]  # what follows counts the process's groups, on each rank for itself
+        return "-".join([prefix, kind, *map(str, group.ranks), "cpushm"])
+
+    _CPUSHMDistributed.make_group_name = staticmethod(by_job)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(by_ranks)
+        for path in Path("/dev/shm").glob(f"{prefix}*"):
+            path.unlink(missing_ok=True)
 
 
 def pack_vllm_cpu_weights(llm: Any) -> None:

@@ -6,15 +6,18 @@ This is the only place that imports vLLM's `LLM`. What is then done with it is l
 import contextlib
 import logging
 import os
+import uuid
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_bridge import compat
 from megatron_bridge.families.architecture import Architecture
 from rlflow.config.schema import Rollout
+from rlflow.errors import UserError
 from rlflow.rollout.seeds import preserved_generators
 from rlflow.rollout.world import restore_environment
 
@@ -48,12 +51,20 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
     """vLLM with dummy weights on the ranks of the present default group, which must be initialised."""
     prepare_environment(on_gpu)
     options = engine_options(architecture, config, dtype=dtype, timeout_seconds=timeout_seconds, on_gpu=on_gpu)
-    with _quiet_import(), _preserved():
+    with _quiet_import(), _preserved(), contextlib.ExitStack() as stack:
         if not on_gpu:
             compat.keep_vllm_cpu_weights_plain()
+            stack.enter_context(compat.vllm_shared_memory(_common_name()))
         from vllm import LLM
 
         return LLM(model=model_path, **options)
+
+
+def _common_name() -> str:
+    """A name that the ranks of this engine share with no other."""
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, f"rlflow-{uuid.uuid4().hex}")
+    return names[0]
 
 
 def engine_options(
@@ -70,6 +81,7 @@ def engine_options(
         "tensor_parallel_size": config.tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",
         "distributed_timeout_seconds": timeout_seconds,
+        "cpu_distributed_timeout_seconds": timeout_seconds,
         "max_model_len": length,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_memory_bytes": cache_bytes(architecture, config, dtype),
@@ -87,11 +99,18 @@ def engine_options(
 
 
 def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
-    """Bytes of the KV cache: as configured, but no more than `max_num_seqs` sequences of full length can fill."""
+    """Bytes of the KV cache: as configured, but no more than `max_num_seqs` sequences of full length can fill.
+
+    UserError where not even one fits.
+    """
     blocks = -(-(config.max_prompt_length + config.max_response_length) // BLOCK_TOKENS) + 1
     heads = max(1, architecture.kv_heads // config.tensor_parallel_size)
     token = 2 * architecture.layers * heads * architecture.head_dim * getattr(torch, dtype).itemsize
-    return int(min(config.kv_cache_gib * GIB, config.max_num_seqs * blocks * BLOCK_TOKENS * token))
+    sequence = blocks * BLOCK_TOKENS * token
+    if config.kv_cache_gib * GIB < sequence:
+        message = f"{config.kv_cache_gib} GiB hold no sequence of full length, which takes {sequence / GIB:.3g} GiB"
+        raise UserError("rollout.kv_cache_gib", message)
+    return int(min(config.kv_cache_gib * GIB, config.max_num_seqs * sequence))
 
 
 @contextlib.contextmanager

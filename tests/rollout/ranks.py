@@ -25,7 +25,7 @@ from rlflow.config.schema import Rollout
 from rlflow.rollout.engine import NotReady
 from rlflow.rollout.vllm_engine import VLLMRollout
 
-PROMPT, RESPONSE = 48, 16
+PROMPT, RESPONSE, TIMEOUT = 48, 16, 77
 STOPS = (40, 41)
 Keys = list[tuple[str, int, tuple[int, ...]]]
 
@@ -40,7 +40,7 @@ def start(folder: Path, *, tensor: int = 1, ranks: Any = "all", deterministic: b
     )  # fmt: skip
     return VLLMRollout(
         load_architecture(folder), str(folder), config, AutoTokenizer.from_pretrained(folder), dtype="float32", seed=7,
-        timeout_seconds=60, prove=prove,
+        timeout_seconds=TIMEOUT, prove=prove,
     )  # fmt: skip
 
 
@@ -97,6 +97,7 @@ class Alone:
     """What one engine on one rank showed."""
 
     process_kept: dict[str, bool] = field(default_factory=dict)
+    timeouts: set[float] = field(default_factory=set)
     in_place: bool = False
     wrong_layout: list[str] = field(default_factory=list)
     errors: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -105,6 +106,14 @@ class Alone:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     greedy_is_argmax: bool = False
     versions: list[int] = field(default_factory=list)
+
+
+def vllm_timeouts() -> set[float]:
+    """Seconds after which collectives of vLLM's groups give up."""
+    from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+    groups = [part for group in (get_tp_group(), get_world_group()) for part in (group.device_group, group.cpu_group)]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
 class SwappedGateUp(VLLMLayout):
@@ -131,6 +140,7 @@ def alone(folder: Path) -> Alone:
         "set_num_threads": torch.set_num_threads is threads,
         "variables": all(os.environ.get(name) == variables.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")),
     }
+    seen.timeouts = vllm_timeouts()
     seen.in_place = rollout._weights.in_place
     seen.errors["before the first sync"] = error_of(rollout.generate, prompts(), n=1, temperature=1.0, step=0)
     rollout.sync_from_hf(str(folder))
@@ -163,7 +173,7 @@ def _sample_evenly(seen: Alone, rollout: VLLMRollout, folder: Path) -> None:
 
 
 def _update(seen: Alone, rollout: VLLMRollout, folder: Path) -> None:
-    """Other weights into the same engine, whose cache knows the prompts; through the loader too; and incomplete ones."""
+    """Other weights into the engine, whose cache knows the prompts, through the loader too; and incomplete ones."""
     layout = HFLayout(load_architecture(folder), (0,))
     for name, scale, in_place in (("in place", 0.9, True), ("by vLLM's loader", 0.8, False)):
         changed = {key: tensor * scale for key, tensor in open_hf(folder).items()}
@@ -204,10 +214,15 @@ def on_subsets(folder: Path, subsets: list[tuple[int, ...]]) -> list[tuple[Keys,
     return found
 
 
-def from_megatron(folder: Path, tensor: int, grids: list[tuple[int, int]]) -> list[dict[str, float]]:
+def shared_memory() -> set[str]:
+    """The files of vLLM's shared memory that this process maps, as the kernel names them."""
+    return {line.split(maxsplit=5)[5].strip() for line in Path("/proc/self/maps").open() if "cpushm" in line}
+
+
+def from_megatron(folder: Path, tensor: int, grids: list[tuple[int, int]]) -> tuple[list[dict[str, float]], set[str]]:
     """One engine filled from actors of several (tensor, pipeline) sizes, each with weights of its own.
 
-    The gap is between vLLM's log-probs and Megatron's for vLLM's samples.
+    The gap is between vLLM's log-probs and Megatron's for vLLM's samples. Returns vLLM's shared memory too.
     """
     from rlflow.roles import Engine
 
@@ -228,5 +243,6 @@ def from_megatron(folder: Path, tensor: int, grids: list[tuple[int, int]]) -> li
         batch = Batch.from_samples(samples, {prompt.id: number for number, prompt in enumerate(prompts())})
         difference = (actor.log_probs(batch, 0.7) - batch.tokens["rollout_log_probs"]).abs().max().item()
         facts.append({"gap": difference, "received": traffic.received, "local": traffic.local})
+    mapped = shared_memory()
     rollout.shutdown()
-    return facts
+    return facts, mapped

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,11 @@ def alone_keys(world: World, llama: Path) -> list[Keys]:
 
 def test_starting_vllm_leaves_the_process_as_it_was(alone: Alone) -> None:
     assert alone.process_kept == {"generators": True, "set_num_threads": True, "variables": True}
+
+
+def test_the_jobs_timeout_reaches_vllms_groups(alone: Alone) -> None:
+    """cases.md G04"""
+    assert alone.timeouts == {ranks.TIMEOUT}
 
 
 def test_nothing_is_sampled_from_dummy_weights(alone: Alone) -> None:
@@ -144,14 +150,32 @@ def test_a_subset_of_the_ranks_rolls_out(world: World, llama: Path, alone_keys: 
 GRIDS = {1: [(2, 1), (1, 2)], 2: [(1, 1), (1, 2), (2, 1)]}  # rollout TP -> actor (TP, PP) on two ranks
 
 
+@pytest.fixture(scope="module")
+def from_megatron(world: World, tiny_model: Callable[..., Path]) -> dict[int, list[Any]]:
+    """Rollout TP -> what each of two ranks showed."""
+    folder = tiny_model("qwen2", True)
+    return {tensor: world(2, ranks.from_megatron, folder, tensor, grids) for tensor, grids in GRIDS.items()}
+
+
 @pytest.mark.parametrize("tensor", GRIDS)
-def test_vllm_samples_from_megatrons_weights(world: World, tiny_model: Callable[..., Path], tensor: int) -> None:
+def test_vllm_samples_from_megatrons_weights(from_megatron: dict[int, list[Any]], tensor: int) -> None:
     """TP2 → TP1 × 2, PP2 → TP1 × 2, TP1 → TP2, PP2 → TP2, TP2 → TP2."""
-    by_rank = world(2, ranks.from_megatron, tiny_model("qwen2", True), tensor, GRIDS[tensor])
-    for facts in by_rank:
+    for facts, _ in from_megatron[tensor]:
         assert max(fact["gap"] for fact in facts) < 1e-4
-    received = {grid: [facts[number]["received"] for facts in by_rank] for number, grid in enumerate(GRIDS[tensor])}
-    if tensor == 2:
-        assert received[2, 1] == received[1, 1] == [0, 0]  # every rank has what it needs
-    else:
-        assert min(min(amounts) for amounts in received.values()) > 0
+
+
+def test_only_missing_bytes_move(from_megatron: dict[int, list[Any]]) -> None:
+    received = {
+        (grid, tensor): [facts[number]["received"] for facts, _ in by_rank]
+        for tensor, by_rank in from_megatron.items()
+        for number, grid in enumerate(GRIDS[tensor])
+    }
+    assert received[(2, 1), 2] == received[(1, 1), 2] == [0, 0]  # every rank has what it needs
+    assert min(received[(2, 1), 1] + received[(1, 2), 1] + received[(1, 2), 2]) > 0
+
+
+def test_a_jobs_shared_memory_is_its_own_and_leaves_no_file(from_megatron: dict[int, list[Any]]) -> None:
+    """vLLM's names would be those of every other job on the machine, and of every job that was killed."""
+    (_, first), (_, second) = from_megatron[2]
+    assert len(first & second) >= 2  # and those of engines that these processes had before
+    assert all(name.startswith("/dev/shm/rlflow-") and name.endswith("(deleted)") for name in first | second)

@@ -14,7 +14,7 @@ def test_replicas_are_neighbours() -> None:
 
 
 def test_the_tensor_parallel_size_must_divide_the_ranks() -> None:
-    with pytest.raises(UserError, match="rollout.tensor_parallel_size: 2 does not divide the 3 rollout ranks"):
+    with pytest.raises(UserError, match=r"rollout.tensor_parallel_size: 2 does not divide the 3 rollout ranks"):
         Replicas((0, 1, 2), 2)
 
 

@@ -1,0 +1,49 @@
+"""vLLM's options that follow from the configuration."""
+
+import dataclasses
+
+import pytest
+
+from megatron_bridge.families import Architecture
+from rlflow.config.schema import Rollout
+from rlflow.errors import UserError
+from rlflow.rollout.vllm_process import cache_bytes, engine_options
+
+QWEN2_0B5 = Architecture(
+    family="qwen2", layers=24, hidden=896, heads=14, kv_heads=2, head_dim=64, ffn=4864, vocab=151936, tied=True,
+    qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, rope_scaling=None, max_positions=32768,
+)  # fmt: skip
+TOKEN = 2 * 24 * 2 * 64 * 2  # keys and values, layers, KV heads, head size, bytes of bfloat16
+
+
+def test_the_cache_is_as_large_as_configured() -> None:
+    assert cache_bytes(QWEN2_0B5, Rollout(kv_cache_gib=1.5), "bfloat16") == 1.5 * 2**30
+
+
+def test_the_cache_is_no_larger_than_the_sequences_can_fill() -> None:
+    config = Rollout(max_prompt_length=100, max_response_length=28, max_num_seqs=4)
+    assert cache_bytes(QWEN2_0B5, config, "bfloat16") == 4 * (128 + 32) * TOKEN
+
+
+def test_tensor_parallel_ranks_hold_their_own_heads_and_at_least_one() -> None:
+    config = Rollout(max_prompt_length=100, max_response_length=28, max_num_seqs=4)
+    sizes = [
+        cache_bytes(QWEN2_0B5, dataclasses.replace(config, tensor_parallel_size=size), "bfloat16") for size in (1, 2, 4)
+    ]
+    assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 2]
+
+
+def test_a_cache_that_holds_no_sequence_is_refused() -> None:
+    config = Rollout(max_prompt_length=16384, max_response_length=16384, kv_cache_gib=0.1)
+    with pytest.raises(UserError, match=r"rollout.kv_cache_gib: 0.1 GiB hold no sequence of full length"):
+        cache_bytes(QWEN2_0B5, config, "bfloat16")
+
+
+def test_a_cpu_has_neither_graphs_nor_sleep() -> None:
+    config = Rollout(cuda_graphs=True, sleep_level=2)
+    on_cpu = engine_options(QWEN2_0B5, config, dtype="float32", timeout_seconds=5, on_gpu=False)
+    assert on_cpu["enforce_eager"]
+    assert "enable_sleep_mode" not in on_cpu
+    on_gpu = engine_options(QWEN2_0B5, config, dtype="bfloat16", timeout_seconds=5, on_gpu=True)
+    assert not on_gpu["enforce_eager"]
+    assert on_gpu["enable_sleep_mode"]
