@@ -117,7 +117,7 @@ class Rollout:
     ranks: Ranks = key("Ranks that sample: `all` or a list such as [0, 1].", "all")
     tensor_parallel_size: int = key("Ranks of one vLLM replica.", 1, minimum=1, known_as=("tp", "tp_size"))
     n: int = key("Responses to each prompt.", 8, minimum=1, known_as=("num_generations", "group_size"))
-    temperature: float = key("Sampling temperature.", 1.0, above=0)
+    temperature: float = key("Sampling temperature.", 1.0, above=0, maximum=2)
     top_p: float = key("Nucleus sampling; 1: off.", 1.0, above=0, maximum=1)
     top_k: int = key("Sample among the k likeliest tokens; -1: all.", -1, minimum=-1)
     max_prompt_length: int = key("Most tokens of a prompt.", 512, minimum=1)
@@ -180,8 +180,9 @@ class Evaluation:
     every: int = key("Steps between evaluations; 0: only before the first step and after the last.", 0, minimum=0)
     n: int = key("Responses to each prompt.", 1, minimum=1)
     temperature: float = key(
-        "Sampling temperature; 0: greedy (`eval`, which does both, then samples at the rollout's).", 0.0, minimum=0
-    )
+        "Sampling temperature; 0: greedy (`eval`, which does both, then samples at the rollout's).", 0.0,
+        minimum=0, maximum=2,
+    )  # fmt: skip
     max_prompts: int | None = key("Use only the first prompts; null: all.", None, minimum=1)
     at_start: bool = key("Evaluate before the first step.", True)
 
