@@ -12,7 +12,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-PARTIAL = ".partial"
+PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -28,18 +28,34 @@ def begin(root: Path, step: int) -> Path:
 
 
 def publish(partial: Path, step: int) -> Path:
-    """Write the manifest and rename the folder, so that it is visible only when complete. One rank, after all wrote."""
-    files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in partial.rglob("*") if path.is_file()}
+    """Write the manifest and rename the folder, so that it is visible only when complete. One rank, after all wrote.
+
+    A folder that has the name already goes only when the new one is there.
+    """
+    written = [path for path in partial.rglob("*") if path.is_file()]
     manifest = partial / MANIFEST
-    with manifest.open("w") as file:
-        json.dump({"step": step, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in written}
+    manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
+    for path in (*written, manifest, partial):
+        _make_durable(path)
     final = partial.with_suffix("")
+    replaced = final.with_suffix(REPLACED)
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
+    _make_durable(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def _make_durable(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def fault(folder: Path) -> str | None:
@@ -47,7 +63,11 @@ def fault(folder: Path) -> str | None:
     manifest = folder / MANIFEST
     if not manifest.is_file():
         return f"it has no {MANIFEST}"
-    for name, size in json.loads(manifest.read_text())["files"].items():
+    try:
+        files = json.loads(manifest.read_text())["files"]
+    except (ValueError, KeyError):
+        return f"its {MANIFEST} is broken"
+    for name, size in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -72,7 +92,13 @@ def latest(root: Path) -> int | None:
     return None
 
 
-def retain(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` steps (0: keep all). Called after the newest one is visible."""
-    for step in steps(root)[:-keep] if keep else []:
-        shutil.rmtree(folder_of(root, step))
+def retain(root: Path, keep: int, newest: int) -> None:
+    """Of the steps up to `newest`, which is visible, remove all but the last `keep` complete ones (0: keep all).
+
+    Later steps are left alone: a run that went on from an earlier checkpoint must not take one of them for its newest.
+    """
+    past = [step for step in steps(root) if step <= newest] if keep else []
+    kept = [step for step in past if fault(folder_of(root, step)) is None][-keep:]
+    for step in past:
+        if step not in kept:
+            shutil.rmtree(folder_of(root, step))

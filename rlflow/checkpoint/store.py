@@ -50,7 +50,7 @@ class Checkpoints:
         dist.barrier()
         if rank == 0:
             folders.publish(partial, state.step)
-            folders.retain(self.root, self.keep)
+            folders.retain(self.root, self.keep, state.step)
         dist.barrier()
         return partial.with_suffix("")
 

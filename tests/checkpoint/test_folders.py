@@ -30,6 +30,7 @@ def test_a_folder_is_visible_only_when_published(tmp_path: Path) -> None:
         (lambda folder: (folder / "actor" / "shard").write_text(""), "actor/shard has 0 bytes instead of 7"),
         (lambda folder: (folder / "actor" / "shard").write_text("weigh"), "actor/shard has 5 bytes instead of 7"),
         (lambda folder: (folder / folders.MANIFEST).unlink(), "it has no manifest.json"),
+        (lambda folder: (folder / folders.MANIFEST).write_text('{"step": 30'), "its manifest.json is broken"),
     ],
 )
 def test_a_broken_folder_is_passed_over_with_the_reason(tmp_path, damage, reason, caplog) -> None:  # cases.md F02
@@ -45,12 +46,31 @@ def test_an_interrupted_save_leaves_the_older_step_and_is_cleaned_at_the_next(tm
     (folders.begin(tmp_path, 2) / "shard").write_text("half")
     assert folders.latest(tmp_path) == 1
     write(tmp_path, 2)
-    folders.retain(tmp_path, keep=1)
+    folders.retain(tmp_path, keep=1, newest=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002"]
+
+
+def test_a_step_that_is_done_again_replaces_the_folder(tmp_path: Path) -> None:
+    write(tmp_path, 1, "old")
+    folder = write(tmp_path, 1, "new, and longer")
+    assert (folder / "actor" / "shard").read_text() == "new, and longer"
+    assert folders.latest(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_a_broken_step_takes_no_place_of_a_complete_one(tmp_path: Path) -> None:
+    """Step 30 was broken, the run went on from 20 and saved 25: with keep = 1 that is the one to keep."""
+    for step in (10, 20, 25, 30):
+        write(tmp_path, step)
+    for step in (10, 30):
+        (tmp_path / f"step_0000{step}" / "actor" / "shard").unlink()
+    folders.retain(tmp_path, keep=1, newest=25)
+    assert folders.latest(tmp_path) == 25
+    assert folders.steps(tmp_path) == [25, 30]
 
 
 def test_keep_zero_keeps_all(tmp_path: Path) -> None:  # F04, H06
     for step in (1, 2, 3):
         write(tmp_path, step)
-    folders.retain(tmp_path, keep=0)
+    folders.retain(tmp_path, keep=0, newest=3)
     assert folders.steps(tmp_path) == [1, 2, 3]
