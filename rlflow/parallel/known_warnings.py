@@ -16,6 +16,7 @@ _KNOWN = {
         r"Apex is not installed",
         r"Transformer Engine and Apex are not installed",
         r"full scope is deprecated",
+        r"MimoModelConfig is experimental",  # imported along with the optimizers of 0.19
         r"`load_state_dict` is deprecated",
         # The optimizer looks at the .grad of parameters whose gradients it keeps elsewhere.
         r"The \.grad attribute of a Tensor that is not a leaf",

@@ -90,7 +90,8 @@ class VLLMRollout:
         Args:
             prompts: what to answer; a replica takes its share.
             temperature: of the sampling and of the returned log-probs.
-            step: the training step, from which the seeds follow; `(run seed, step)` always samples the same.
+            step: the training step, from which the seeds follow; `(run seed, step)` samples the same wherever the same
+                weights give the same logits, which in bfloat16 a prompt that is still cached does not promise.
             greedy: take the likeliest token each time (evaluation).
             min_tokens: tokens before a stop id may be sampled.
 

@@ -29,3 +29,9 @@ def fresh_gpus() -> Iterator[World]:
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random model in the shape of Qwen2.5-0.5B."""
     return save_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="session")
+def shallow_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same shape with four layers, for whole runs, whose checkpoints are then a third of the size."""
+    return save_qwen(tmp_path_factory.mktemp("shallow_qwen"), num_hidden_layers=4)

@@ -132,6 +132,7 @@ def roll(folder: Path) -> Rolled:
     _refused(seen, rollout)
     seen.traffic.append(rollout.sync(engine.layout, engine.parameters_by_name()))
     samples = rollout.generate(prompts(), n=4, temperature=TEMPERATURE, step=0)
+    rollout.sync(engine.layout, engine.parameters_by_name())  # a cached prefix is computed in another shape
     again = rollout.generate(prompts(), n=4, temperature=TEMPERATURE, step=0)
     seen.repeats = [one.response_ids for one in samples] == [one.response_ids for one in again]
     seen.gaps.append(Gap.between(engine, samples, TEMPERATURE))

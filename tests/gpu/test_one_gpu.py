@@ -72,16 +72,16 @@ def test_vllm_sleeps_wakes_and_takes_weights_in_place(fresh_gpus: World, qwen: P
     assert seen.in_place
     assert len(seen.refused) == 3  # before the first sync, asleep, and without its cache
     assert seen.repeats
-    assert seen.freed_bytes > 1.5e9
+    assert seen.freed_bytes > 1.2e9  # the weights and the cache
     for gap in seen.gaps:
         assert gap.mean < 0.05
         assert gap.k3 < 2e-3
 
 
-def test_a_run_trains_saves_and_goes_on(tmp_path: Path, qwen: Path) -> None:
+def test_a_run_trains_saves_and_goes_on(tmp_path: Path, shallow_qwen: Path) -> None:
     config = configuration(
         tmp_path,
-        qwen,
+        shallow_qwen,
         actor={"micro_batch_tokens": 8192},
         optimizer={"lr": 1e-5},
         algorithm={"kl_coef": 1e-3},

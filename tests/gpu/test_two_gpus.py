@@ -71,10 +71,10 @@ def test_vllm_agrees_with_every_grid(fresh_gpus: World, qwen: Path, tensor: int)
         assert gap.k3 < 2e-3
 
 
-def test_a_run_on_two_gpus(tmp_path: Path, qwen: Path) -> None:
+def test_a_run_on_two_gpus(tmp_path: Path, shallow_qwen: Path) -> None:
     config = configuration(
         tmp_path,
-        qwen,
+        shallow_qwen,
         actor={"tensor_parallel_size": 2, "sequence_parallel": True, "micro_batch_tokens": 8192},
         optimizer={"lr": 1e-5},
         algorithm={"kl_coef": 1e-3},
