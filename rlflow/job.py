@@ -45,7 +45,7 @@ def train(config: Config) -> int:
         run = assemble(config)
         online.train(run)
         online.finish(run)
-        if is_main():
+        if is_main(config):
             show(Path(config.trainer.output_dir))
         stop(run.rollout)
     return 0
@@ -60,7 +60,7 @@ def evaluate(config: Config) -> int:
         rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
         rollout.sync_from_hf(config.model.path)
         report = held_out.report(rollout, Scorer(config.rewards), prompts, config)
-        if is_main():
+        if is_main(config):
             print(held_out.table(report), flush=True)
         stop(rollout)
     return 0
@@ -114,7 +114,7 @@ def assemble(config: Config) -> online.Run:
         actor=actor,
         reference=reference,
         objective=objective(config.algorithm),
-        tracker=Tracker(config, config.trainer.output_dir, is_main(), steps),
+        tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps),
         checkpoints=Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep),
         state=State(kl_coef=config.algorithm.kl_coef),
     )
@@ -126,7 +126,7 @@ def assemble(config: Config) -> online.Run:
 def start(config: Config) -> None:
     """Make the process one of the job's."""
     parallel.initialize(config.trainer.timeout_seconds, config.trainer.seed)
-    level = logging.INFO if is_main() else logging.WARNING
+    level = logging.INFO if is_main(config) else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     for package in ("rlflow", "megatron_bridge"):
         logging.getLogger(package).setLevel(level)
@@ -137,7 +137,7 @@ def start(config: Config) -> None:
 
 def save_config(config: Config) -> None:
     """Leave the resolved configuration, which is what runs, in the run's folder."""
-    if is_main():
+    if is_main(config):
         folder = Path(config.trainer.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config))
@@ -245,6 +245,6 @@ def resume(run: online.Run) -> None:
         log.info("nothing is left to train: a larger trainer.steps goes on, another trainer.output_dir starts anew")
 
 
-def is_main() -> bool:
-    """Whether this rank shows and writes what the run has to say."""
-    return dist.get_rank() == 0
+def is_main(config: Config) -> bool:
+    """Whether this rank shows and writes what the run has to say: the first that samples, so that it can show some."""
+    return dist.get_rank() == rollout_ranks(config.rollout.ranks, dist.get_world_size())[0]
