@@ -203,6 +203,16 @@ def sampled(folder: Path, tensor: int, ranks: Any, deterministic: bool) -> list[
     return found
 
 
+def proven_gap(folder: Path, tensor: int) -> tuple[bool, float]:
+    """Whether the start-up proof held on all ranks, and the gap to transformers of this rank's samples."""
+    rollout = start(folder, tensor=tensor, prove=True)
+    rollout.sync_from_hf(str(folder))
+    samples = rollout.generate(prompts(), n=2, temperature=0.7, step=0)
+    found = rollout._weights.in_place, gap(reference(folder), samples, 0.7) if samples else 0.0
+    rollout.shutdown()
+    return found
+
+
 def on_subsets(folder: Path, subsets: list[tuple[int, ...]]) -> list[tuple[Keys, float]]:
     """Tensor-parallel engines on some ranks, one after another, and a collective of all ranks after each."""
     found = []

@@ -139,6 +139,12 @@ def test_fast_samples_depend_on_the_step_alone(world: World, llama: Path) -> Non
     assert step_2 == again != step_3
 
 
+def test_more_tensor_parallel_ranks_than_kv_heads_repeat_them(world: World, tiny_model: Callable[..., Path]) -> None:
+    for proven, gap in world(2, ranks.proven_gap, tiny_model("qwen2", True, num_key_value_heads=1), 2):
+        assert proven
+        assert gap < 1e-4
+
+
 def test_a_subset_of_the_ranks_rolls_out(world: World, llama: Path, alone_keys: list[Keys]) -> None:
     """TP2 on ranks 0–1 and 1–2 of 3; afterwards all three still make groups together."""
     by_rank = world(3, ranks.on_subsets, llama, [(0, 1), (1, 2)])
