@@ -116,7 +116,7 @@ def assemble(config: Config) -> online.Run:
         objective=objective(config.algorithm),
         tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps),
         checkpoints=Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep),
-        state=State(kl_coef=config.algorithm.kl_coef),
+        state=State(),
     )
     resume(run)
     report_first_sync(online.hand_over(run))

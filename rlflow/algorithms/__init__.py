@@ -2,7 +2,7 @@
 
 from rlflow.algorithms.advantages import Advantages, Scored, advantage, compute_advantages, group_metrics
 from rlflow.algorithms.aggregation import Totals, aggregation, aggregation_weights
-from rlflow.algorithms.kl import adapted_kl_coef, kl_estimator
+from rlflow.algorithms.kl import kl_estimator
 from rlflow.algorithms.metrics import combine, is_maximum, summarize
 from rlflow.algorithms.objective import PolicyObjective
 from rlflow.algorithms.policy_losses import policy_loss
@@ -12,7 +12,6 @@ __all__ = [
     "PolicyObjective",
     "Scored",
     "Totals",
-    "adapted_kl_coef",
     "advantage",
     "aggregation",
     "aggregation_weights",

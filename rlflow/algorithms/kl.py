@@ -40,9 +40,3 @@ def k1_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The value of k1 with the gradient of k2."""
     carrier = k2(log_probs, ref_log_probs)
     return carrier + (k1(log_probs, ref_log_probs) - carrier).detach()
-
-
-def adapted_kl_coef(kl_coef: float, kl: float, sequences: int, *, target: float = 0.1, horizon: int = 10000) -> float:
-    """The coefficient after a step: β · (1 + clip(KL/target − 1, ±0.2) · sequences/horizon) (Ziegler et al. 2019)."""
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * sequences / horizon)

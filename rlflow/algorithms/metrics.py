@@ -26,22 +26,23 @@ def summarize(metrics: Mapping[str, float], updates: int = 1) -> dict[str, float
     """Combined metrics of one or several optimizer steps → means over their tokens, under the names that are shown.
 
     Loss terms carry global weights: their sum is the loss of an optimizer step, and they are only averaged over those.
-    Without a single token the means are 0, and `actor/trainable_tokens` says so.
+    Means are over the tokens that were computed; without any they are left out, and `actor/trainable_tokens` is 0.
     """
     tokens = metrics["tokens"]
-    per_token = max(tokens, 1.0)
     shown = {"actor/trainable_tokens": tokens}
     shown |= {
         f"actor/{name}": metrics[name] / updates for name in ("loss", "policy_loss", "kl_loss") if name in metrics
     }
-    shown |= {f"actor/{name}": metrics[name] / per_token for name in ("kl", "entropy") if name in metrics}
-    shown["actor/clip_fraction"] = metrics["clipped"] / per_token
+    if not tokens:
+        return shown
+    shown |= {f"actor/{name}": metrics[name] / tokens for name in ("kl", "entropy") if name in metrics}
+    shown["actor/clip_fraction"] = metrics["clipped"] / tokens
     shown["actor/ratio_error_max"] = metrics["ratio_error_max"]
     if "mismatch_abs" in metrics:
         squares = max(metrics["mismatch_weight_squared"], 1e-30)
-        shown["mismatch/log_prob_mean"] = metrics["mismatch_abs"] / per_token
+        shown["mismatch/log_prob_mean"] = metrics["mismatch_abs"] / tokens
         shown["mismatch/log_prob_max"] = metrics["mismatch_abs_max"]
-        shown["mismatch/kl"] = metrics["mismatch_kl"] / per_token
-        shown["mismatch/effective_sample_size"] = metrics["mismatch_weight"] ** 2 / squares / per_token
-        shown["mismatch/cut_fraction"] = metrics["mismatch_cut"] / per_token
+        shown["mismatch/kl"] = metrics["mismatch_kl"] / tokens
+        shown["mismatch/effective_sample_size"] = metrics["mismatch_weight"] ** 2 / squares / tokens
+        shown["mismatch/cut_fraction"] = metrics["mismatch_cut"] / tokens
     return shown

@@ -26,7 +26,6 @@ class State:
 
     step: int = 0  # steps that are done
     updates: int = 0  # optimizer steps that are done
-    kl_coef: float = 0.0
     loader: dict[str, Any] | None = None  # position in the data
 
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 SHOWN = {
     "reward": "train/reward",
     "kl": "actor/kl",
+    "gap": "mismatch/log_prob_mean",
     "len": "train/response_length",
     "accuracy": "eval/accuracy",
 }

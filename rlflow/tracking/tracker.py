@@ -25,7 +25,7 @@ RECENT_STEPS = 10  # steps that the time left is estimated from
 
 
 class Tracker:
-    """`begin(step)`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`."""
+    """`begin()`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`."""
 
     def __init__(self, config: Config, output_dir: Path | str, is_main: bool, total_steps: int) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class Tracker:
         self._writers: list[Writer] = []  # opened when the first step is known
         self._tensorboard: TensorBoard | None = None  # the writer that takes texts too
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """Start a step's clock."""
         self._clock.begin()
 

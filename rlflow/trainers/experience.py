@@ -80,14 +80,14 @@ def over_replicas(grid: Grid, values: Tensor) -> Tensor:
     return summed.to(values.device)
 
 
-def add_advantages(experience: Experience, algorithm: Algorithm, kl_coef: float, grid: Grid) -> dict[str, float]:
+def add_advantages(experience: Experience, algorithm: Algorithm, grid: Grid) -> dict[str, float]:
     """Set the tokens' advantages, and leave samples without one out of the mask; returns what was left out."""
     batch, known = experience.batch, experience.known
     rewards = known.samples["rewards"]
     penalties = None
-    if algorithm.kl_in == "reward" and kl_coef:
+    if algorithm.kl_in == "reward" and algorithm.kl_coef:
         estimate = kl_estimator[algorithm.kl_estimator]
-        penalties = kl_coef * estimate(batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
+        penalties = algorithm.kl_coef * estimate(batch.tokens["old_log_probs"], batch.tokens["ref_log_probs"])
         rewards = rewards - _of_samples(penalties, experience, grid)
     found = compute_advantages(
         algorithm.advantage,

@@ -52,7 +52,7 @@ def train(run: Run) -> None:
     if state.step == 0 and config.evaluation.at_start:
         track.evaluation(0, evaluate(run))
     while state.step < run.steps:
-        track.begin(state.step + 1)
+        track.begin()
         with track.phase("generate"):
             prompts = run.loader.next()
             samples = run.rollout.generate(
@@ -70,7 +70,7 @@ def train(run: Run) -> None:
         with track.phase("log_probs"):
             add_log_probs(run, experience)
         with track.phase("advantages"):
-            metrics |= add_advantages(experience, config.algorithm, state.kl_coef, actor.grid)
+            metrics |= add_advantages(experience, config.algorithm, actor.grid)
         with track.phase("update"):
             lr, updates = learning_rate(config.optimizer, state.step, run.steps), []
             for _ in range(config.algorithm.epochs):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlflow.algorithms import adapted_kl_coef, kl_estimator
+from rlflow.algorithms import kl_estimator
 
 ZERO = torch.zeros(())
 
@@ -41,10 +41,3 @@ def test_straight_through_has_the_gradient_of_k2():
     kl_estimator["k1-straight-through"](log_prob, ZERO).backward()
     assert log_prob.grad is not None
     assert log_prob.grad.item() == pytest.approx(0.5)
-
-
-def test_adaptive_coefficient_follows_the_target():
-    """algorithms.md: β ·= 1 + clip(KL/target − 1, ±.2)·n/horizon; at twice the target and n = 1000: 1 + .2·.1."""
-    assert adapted_kl_coef(0.1, kl=0.2, sequences=1000) == pytest.approx(0.102)
-    assert adapted_kl_coef(0.1, kl=0.09, sequences=1000) == pytest.approx(0.1 * (1 - 0.1 * 0.1))
-    assert adapted_kl_coef(0.1, kl=0.0, sequences=1000) == pytest.approx(0.098)

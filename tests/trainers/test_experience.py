@@ -43,7 +43,7 @@ def run_step(actor_ranks: tuple[int, ...], settings: dict[str, Any]) -> list[Lea
     tokens["old_log_probs"] = tokens["rollout_log_probs"].clone()
     tokens["ref_log_probs"] = tokens["rollout_log_probs"] - KL
     algorithm = Algorithm(mini_batches=2, normalize_std=False, skip_zero_advantage=False, **settings)
-    add_advantages(experience, algorithm, algorithm.kl_coef, grid)
+    add_advantages(experience, algorithm, grid)
     return [learned(experience, rows, algorithm, grid) for rows in experience.mini_batches]
 
 
