@@ -23,14 +23,19 @@ _KNOWN = {
     ),
     # torch 2.13 has new names for collectives that megatron-core calls by the old ones.
     r"torch\.distributed\.c10d_logger": (r"`torch\.distributed\.\w+` is deprecated",),
-    # Its sharded checkpoints are ShardedTensors.
-    r"torch\.distributed\.checkpoint\.": (r"Please use DTensor instead and we are deprecating ShardedTensor",),
+    # Its sharded checkpoints are ShardedTensors, which each rank reads for itself.
+    r"torch\.distributed\.checkpoint\.": (
+        r"Please use DTensor instead and we are deprecating ShardedTensor",
+        r"torch\.distributed is disabled, unavailable or uninitialized",
+        r"The argument order of load has been changed",
+    ),
 }
 # logger → how its message begins
 _KNOWN_MESSAGES = {
     # Its successor has the same layers; 0.16 does not know it yet.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
 }
 
 
