@@ -117,7 +117,8 @@ def prepare(folder: Path, work: argparse.Namespace) -> dict[str, Any]:
     (folder / "train.jsonl").write_text("".join(rows))
     return {
         "model": {"path": str(folder / "model"), "dtype": work.dtype},
-        "actor": {"micro_batch_tokens": work.micro_batch_tokens},
+        # The vocabulary is small: all logits of a micro-batch may exist at once.
+        "actor": {"micro_batch_tokens": work.micro_batch_tokens, "logprob_chunk_tokens": work.micro_batch_tokens},
         "optimizer": {"lr": work.lr, "weight_decay": 0.0, "clip_grad": 1.0},
         "rollout": {
             "n": work.group, "max_prompt_length": LONGEST_PROMPT, "max_response_length": work.response,

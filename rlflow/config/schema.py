@@ -52,7 +52,10 @@ class Actor:
     share_prompts: bool = key("Compute a prompt once for its responses where the core attention allows it.", True)
     recompute: Literal["none", "selective", "full"] = key("Activations computed again in the backward pass.", "none")
     overlap: bool = key("Overlap the data-parallel collectives with computation.", True)
-    logprob_chunk_tokens: int = key("Tokens whose logits exist at once.", 1024, minimum=1)
+    logprob_chunk_tokens: int = key(
+        "Tokens whose logits exist at once; a micro-batch that scores no more has them computed once, not twice.",
+        1024, minimum=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
