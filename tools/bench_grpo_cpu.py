@@ -200,7 +200,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12, help=f"of which {WARM_UP} are warm-up")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4608)
     parser.add_argument("--trl", help="the interpreter of an environment with TRL")
     parser.add_argument("--peer", type=Path, help="the script to run with it")
     work = parser.parse_args()
