@@ -32,10 +32,16 @@ def load_hf(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *
 
 
 def open_weights(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
-    """The tensors of a model folder as `HFLayout` names them, mapped, without those that the family ignores."""
-    weights = open_hf(folder)
+    """The tensors of a model folder as `HFLayout` names them, mapped, without those that the family ignores.
+
+    UserError where one is missing, unknown or of another shape.
+    """
+    weights, wanted = open_hf(folder), HFLayout(arch, (0,)).parameters(0)
     raise_faults(str(folder), name_faults(weights, arch))
-    return {name: weights[name] for name in HFLayout(arch, (0,)).parameters(0)}
+    shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
+    misshapen = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
+    raise_faults(str(folder), misshapen)
+    return {name: weights[name] for name in wanted}
 
 
 def name_faults(names: Iterable[str], arch: Architecture) -> list[str]:

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if unknown := [word for word in rest if "=" not in word]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; overrides are written section.key=value")
     args.overrides += rest
     try:
         return args.command(args)()
@@ -155,7 +155,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+    return int(text)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_bridge.checkpoints import open_weights
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.layouts import HFLayout
 from rlflow import parallel
@@ -92,6 +93,8 @@ def assemble(config: Config) -> online.Run:
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     loader, held_out_set = start_data(config, tokenizer)
     scorer = Scorer(config.rewards)
+    checkpoints = Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep)
+    checkpoint = checkpoints.find(config.trainer.resume)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     rollout = start_rollout(config, architecture, tokenizer)
     grid = parallel.Grid(
@@ -115,10 +118,11 @@ def assemble(config: Config) -> online.Run:
         reference=reference,
         objective=objective(config.algorithm),
         tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps),
-        checkpoints=Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep),
+        checkpoints=checkpoints,
         state=State(),
     )
-    resume(run)
+    if checkpoint is not None:
+        resume(run, checkpoint)
     report_first_sync(online.hand_over(run))
     return run
 
@@ -173,6 +177,7 @@ def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
 
 def start_rollout(config: Config, architecture: Architecture, tokenizer: Any) -> VLLMRollout:
     """vLLM on `rollout.ranks`, without weights so far. Collective."""
+    open_weights(config.model.path, architecture)  # what is wrong with the files is said before vLLM starts
     return VLLMRollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
@@ -232,11 +237,8 @@ def report_first_sync(metrics: Mapping[str, float]) -> None:
     log.info("first sync: %s between ranks, %s copied where they were", received, local)
 
 
-def resume(run: online.Run) -> None:
-    """Go on from the checkpoint that `trainer.resume` means, if there is one."""
-    folder = run.checkpoints.find(run.config.trainer.resume)
-    if folder is None:
-        return
+def resume(run: online.Run, folder: Path) -> None:
+    """Go on from a complete checkpoint."""
     run.state = run.checkpoints.load(run.actor, folder)
     if run.state.loader is not None:
         run.loader.load_state(run.state.loader)

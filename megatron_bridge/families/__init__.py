@@ -22,6 +22,8 @@ def load_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         where, config, generation = "config", dict(source), {}
     else:
         path = Path(source) / "config.json"
+        if not path.parent.is_dir():
+            raise UserError(source, "no such folder; a model is read from a folder, not downloaded")
         if not path.is_file():
             raise UserError(source, "no config.json here: not a Hugging Face model folder")
         where, config = str(path), read_json(path)

@@ -74,7 +74,7 @@ def _data_faults(config: Config, key: str, path: str, rows_needed: int) -> Itera
     try:
         file = describe(path)
     except UserError as error:
-        yield Fault(key, path, error.message)
+        yield Fault(key, error.where, error.message)
         return
     if file.rows is not None and file.rows < rows_needed:
         rule = f"has {file.rows} rows, fewer than the {rows_needed} of a step"

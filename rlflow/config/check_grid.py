@@ -19,7 +19,8 @@ def read_model(config: Config) -> tuple[Architecture | None, list[Fault]]:
     try:
         return load_architecture(config.model.path), []
     except UserError as error:
-        return None, [Fault("model.path", config.model.path, f"{error.message} ({error.where})")]
+        where = "" if error.where == config.model.path else f" ({error.where})"
+        return None, [Fault("model.path", config.model.path, f"{error.message}{where}")]
 
 
 def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:

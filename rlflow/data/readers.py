@@ -4,6 +4,8 @@ What the columns mean is left to `prompts`; this module knows formats and where 
 """
 
 import json
+import lzma
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from rlflow.errors import UserError
 FORMATS = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 ROWS_AT_ONCE = 1024
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException)
+"""What the readers of formats and compressions raise in the middle of a file."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ def _open(path: str) -> Iterator[IO[bytes]]:
         raise UserError(path, f"cannot be opened: {error}") from error
     try:
         yield file
+    except BROKEN as error:
+        raise UserError(path, f"is broken or cut short: {error}") from error
     finally:
         opened.close()
 
@@ -101,5 +107,5 @@ def _json_rows(path: str, file: IO[bytes]) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise UserError(f"{path}, line {number}", f"is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise UserError(f"{path}, line {number}", "is not a JSON object")
+                raise UserError(f"{path}, line {number}", "is not a JSON object: every line must be one")
             yield row

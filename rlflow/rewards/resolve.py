@@ -32,11 +32,13 @@ def resolve(reward: Reward) -> RewardFunction:
 def _import(module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
         raise UserError("function", f"importing {module_name} failed: {type(error).__name__}: {error}") from error
 
 
 def _check_arguments(function: RewardFunction, reward: Reward) -> None:
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError("function", f"{reward.function} must return its score: no `async def`, no `yield`")
     try:
         signature = inspect.signature(function)
     except ValueError as error:  # some functions written in C do not tell

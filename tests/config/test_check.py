@@ -216,7 +216,12 @@ def test_the_kv_cache_must_hold_one_sequence(tmp_path: Path) -> None:
 
 def test_models_that_cannot_be_used_are_one_more_fault(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    for path, words in ((tmp_path / "none", "no config.json"), (tmp_path, "model_type 'gpt2' is not one of")):
+    (tmp_path / "empty").mkdir()
+    for path, words in (
+        (tmp_path / "none", "no such folder"),
+        (tmp_path / "empty", "no config.json"),
+        (tmp_path, "model_type 'gpt2' is not one of"),
+    ):
         found = faults(tmp_path, f"model.path={path}", "rollout.n=0")
         assert len(found) == 2
         assert found[0].startswith(f"model.path = {path}: ")
@@ -288,6 +293,7 @@ def test_system_prompt_needs_a_template(tmp_path: Path) -> None:
                                                     "nearest: exact_match"),
         ({"function": "rlflow.rewards:exact_match", "args": {"ignore_cas": True}},
          "rewards.0.args: rlflow.rewards:exact_match takes no argument ignore_cas; nearest: ignore_case"),
+        ({"function": "asyncio:sleep"}, "rewards.0.function: asyncio:sleep must return its score: no `async def`"),
         ({"function": "os.path:isdir"}, "rewards.0.function: os.path:isdir must be callable as"),
         ({"function": "rlflow.rewards:exact_match", "weight": 0}, "rewards: at least one reward with a weight"),
     ],

@@ -167,7 +167,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trainer: {steps: 1}\ntrainer: {seed: 1}", "trainer is given twice"),
+        ("trainer: {steps: 1}\ntrainer: {seed: 1}", r"(?s)trainer is given twice.*line 2, column 1"),
         ("trainer: [", "is not valid YAML"),
         ("- 1", "must hold sections"),
     ],

@@ -62,6 +62,13 @@ def test_numpy_at_any_depth_becomes_python() -> None:
         ("d.jsonl", b'{"a": 1}\n{"a": \n', "d.jsonl, line 2", "is not JSON"),
         ("d.jsonl", b"[1]\n", "d.jsonl, line 1", "is not a JSON object"),
         ("d.parquet", b"no parquet at all", "d.parquet", "is not a parquet file"),
+        ("d.jsonl.gz", b"not compressed", "d.jsonl.gz", "is broken or cut short: Not a gzipped file"),
+        (
+            "d.jsonl.gz",
+            gzip.compress(b'{"a": 1}\n')[:-4],
+            "d.jsonl.gz",
+            "is broken or cut short: Compressed file ended",
+        ),
         ("d.csv", b"a,b\n", "d.csv", "unknown file format; the name must end in one of .parquet"),
     ],
 )
