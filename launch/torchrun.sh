@@ -19,6 +19,8 @@ command -v python >/dev/null || fail "python is not on PATH: activate the enviro
 
 nnodes=${NNODES:-1}
 nproc_per_node=${NPROC_PER_NODE:-$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l)}
+[[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES must be a number of nodes, not $nnodes"
+[[ $nproc_per_node =~ ^[0-9]+$ ]] || fail "NPROC_PER_NODE must be a number of processes, not $nproc_per_node"
 [ "$nproc_per_node" -gt 0 ] || nproc_per_node=1
 
 if [ "$nnodes" -eq 1 ]; then  # on a free port, so that two jobs on one host never meet
@@ -28,6 +30,7 @@ fi
 for name in NODE_RANK MASTER_ADDR; do
     [ -n "${!name:-}" ] || fail "$name is not set: $nnodes nodes need it"
 done
+[[ $NODE_RANK =~ ^[0-9]+$ && $NODE_RANK -lt $nnodes ]] || fail "NODE_RANK must be 0 to $((nnodes - 1)), not $NODE_RANK"
 # Below the ports that Linux gives to outgoing connections, and the same wherever it is computed.
 port=${MASTER_PORT:-}
 if [ -z "$port" ]; then

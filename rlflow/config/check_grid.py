@@ -59,13 +59,13 @@ def length_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
     """Sequences longer than the model's positions or the KV cache, and token ids outside the vocabulary."""
     rollout = config.rollout
     total = rollout.max_prompt_length + rollout.max_response_length
-    spare = arch.max_positions - rollout.max_prompt_length
+    spare, half = arch.max_positions - rollout.max_prompt_length, arch.max_positions // 2
     lengths = ("rollout.max_prompt_length", "rollout.max_response_length")
     if total > arch.max_positions:
         rule = f"with rollout.max_prompt_length = {rollout.max_prompt_length} it is {total} tokens"
         yield Fault(
             "rollout.max_response_length", rollout.max_response_length, f"{rule}; the model has {arch.max_positions}",
-            str(spare) if spare > 0 else None, lengths,
+            str(spare) if spare > 0 else f"{half} with rollout.max_prompt_length={half}", lengths,
         )  # fmt: skip
     kv_heads = max(1, arch.kv_heads // max(1, rollout.tensor_parallel_size))
     number_bytes = 4 if (rollout.dtype or config.model.dtype) == "float32" else 2
@@ -131,8 +131,10 @@ def _rank_faults(
     if block > 0 and len(ranks) % block:
         fitting = [size for size in _divisors(len(ranks)) if role.tensor_parallel_size % size == 0 or size == 1]
         nearest = f"{sizes[0]} = {max(fitting)}" if block == role.tensor_parallel_size else None
-        yield Fault(sizes[0], role.tensor_parallel_size, f"{len(ranks)} ranks do not divide into {blocks}", nearest,
-                    (*sizes[1:], f"{section}.ranks"))  # fmt: skip
+        rule = f"{len(ranks)} ranks do not divide into {blocks}"
+        if role.ranks == "all" and len(ranks) < block:
+            rule += f": start at least {block} processes, for example with --nproc {block}"
+        yield Fault(sizes[0], role.tensor_parallel_size, rule, nearest, (*sizes[1:], f"{section}.ranks"))
 
 
 def _uneven(key: str, size: int, name: str, count: int, valid: list[int]) -> Iterator[Fault]:

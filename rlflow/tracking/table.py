@@ -58,4 +58,10 @@ def show(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    show(Path(sys.argv[1]))
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m rlflow.tracking.table RUN")
+    try:
+        show(Path(sys.argv[1]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -110,6 +110,8 @@ def test_the_world_must_divide_into_grids(tmp_path: Path) -> None:
         "rollout.tensor_parallel_size = 4: 6 ranks do not divide into vLLM replicas of 4; nearest: "
         "rollout.tensor_parallel_size = 2",
     ]
+    (fault,) = faults(tmp_path, "actor.tensor_parallel_size=4", world_size=1)
+    assert "blocks of TP × PP = 4: start at least 4 processes, for example with --nproc 4; nearest: " in fault
 
 
 def test_lists_of_ranks(tmp_path: Path) -> None:
@@ -202,6 +204,8 @@ def test_lengths_must_fit_the_model(tmp_path: Path) -> None:
         "rollout.max_response_length = 30721: with rollout.max_prompt_length = 2048 it is 32769 tokens; the model has "
         "32768; nearest: 30720"
     ]
+    (fault,) = faults(tmp_path, "rollout.max_prompt_length=32768")
+    assert fault.endswith("nearest: 16384 with rollout.max_prompt_length=16384")
 
 
 def test_the_kv_cache_must_hold_one_sequence(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def test_several_nodes_need_to_know_each_other(run: Script, missing: str) -> Non
     assert missing in refused(run(TORCHRUN, "c.yaml", **environment))
 
 
+@pytest.mark.parametrize("variable", ["NNODES", "NPROC_PER_NODE", "NODE_RANK"])
+def test_numbers_must_be_numbers(run: Script, variable: str) -> None:
+    message = refused(run(TORCHRUN, "c.yaml", **{**TWO_NODES, variable: "two"}))
+    assert message.startswith(f"error: {variable} must be ")
+    assert message.endswith("not two\n")
+
+
 def test_python_must_be_there(run: Script) -> None:
     assert "activate the environment" in refused(run(TORCHRUN, "c.yaml", PATH="/nowhere", BASH_ENV=""))
 

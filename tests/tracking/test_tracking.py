@@ -271,6 +271,13 @@ def test_a_run_is_plotted(tmp_path: Path):
     assert subprocess.run(command, capture_output=True, check=False, env=environment).returncode == 2
 
 
+def test_the_table_of_no_run_is_the_users_error(tmp_path: Path):
+    command = [sys.executable, "-m", "rlflow.tracking.table", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {tmp_path}/summary.json: does not exist")
+
+
 def test_a_summary_of_steps_without_evaluation():
     assert summary([{"step": 1, "time/step": 2.0, "perf/response_tokens": 10.0}]) == {
         "steps": 1, "seconds": 2.0, "tokens_per_second": 5.0,
