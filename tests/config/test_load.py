@@ -74,11 +74,7 @@ def test_quoted_values_in_a_file_are_read_as_the_key_demands() -> None:
         ("trainer", "output_dir", 7, "trainer.output_dir = 7: must be text; write '7' in quotes"),
         ("rollout", "stop_token_ids", 3, "rollout.stop_token_ids = 3: must be a list"),
         ("model", "path", None, "model.path = None: must be text; write 'None' in quotes"),
-        (
-            "algorithm", "advantage", "gpro",
-            "algorithm.advantage = gpro: must be one of grpo, rloo, reinforce, reinforce_plus_plus, "
-            "reinforce_plus_plus_baseline, opo; nearest: grpo",
-        ),
+        ("algorithm", "kl_in", "lose", "algorithm.kl_in = lose: must be one of loss, reward; nearest: loss"),
         ("model", "dtype", "bf16", "model.dtype = bf16: must be one of float32, bfloat16; nearest: bfloat16"),
     ],
 )  # fmt: skip
