@@ -21,8 +21,9 @@ INTRODUCTION = """\
 A run is described by one YAML file of the sections below; `section.key=value` on the command line goes before it, and
 reaches into lists too (`rewards.0.weight=2`). `${NAME}` and `${NAME:-default}` in a value are taken from the
 environment, `$${` stands for `${`. `rlflow check CONFIG --world-size N` reports everything that is wrong at once, each
-with the rule and the nearest valid key or value, without loading a model. The configuration as it runs, defaults
-included, is saved with the run.
+with the rule and the nearest valid key or value, without loading a model. What only reading tells (rows, tokenizer,
+weight files) is found when a run starts, before vLLM does. The configuration as it runs, defaults included, is saved
+with the run.
 
 This page is written by `tools/make_config_reference.py` from `rlflow/config/schema.py`.
 """

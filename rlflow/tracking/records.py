@@ -6,6 +6,7 @@ Plots, tables and reports read runs through here; NaN and infinite values are le
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,16 +15,19 @@ from pathlib import Path
 from rlflow.errors import UserError
 
 Record = dict[str, float]
-FILE_NAME = "metrics.jsonl"
+FILE_NAME, EARLIER = "metrics.jsonl", "metrics.earlier.jsonl"
+log = logging.getLogger(__name__)
 
 
 class Records:
-    """Appends to metrics.jsonl; a run that resumes replaces the steps that it does again."""
+    """Appends to metrics.jsonl; a run that resumes replaces the steps that it does again, a new one keeps the file."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         self._path = run_dir / FILE_NAME
-        resumed = first_step > 1  # otherwise what is there belongs to an earlier run
-        kept = [line for line in _lines(self._path) if resumed and json.loads(line)["step"] < first_step]
+        if first_step <= 1 and self._path.exists():  # what is there belongs to an earlier run
+            os.replace(self._path, run_dir / EARLIER)
+            log.warning("%s holds an earlier run, which this one replaces; its metrics are in %s now", run_dir, EARLIER)
+        kept = [line for line in _lines(self._path) if json.loads(line)["step"] < first_step]
         part = self._path.with_suffix(".part")
         part.write_text("".join(kept))
         os.replace(part, self._path)

@@ -161,11 +161,13 @@ def test_resuming_replaces_the_steps_that_are_done_again(tmp_path: Path):
     assert series(read_records(tmp_path), "train/reward") == ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])
 
 
-def test_a_run_from_the_start_replaces_an_earlier_one(tmp_path: Path):
+def test_a_run_from_the_start_replaces_an_earlier_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     first = Tracker(make_config(console=False, tensorboard=False), tmp_path, is_main=True, total_steps=4)
     first.evaluation(0, {"eval/accuracy": 0.5})
     run_steps(tmp_path, range(1, 3), console=False, tensorboard=False)
     assert [record["step"] for record in read_records(tmp_path)] == [1, 2]
+    assert json.loads((tmp_path / "metrics.earlier.jsonl").read_text()) == {"step": 0, "eval/accuracy": 0.5}
+    assert "holds an earlier run, which this one replaces" in caplog.text
 
 
 def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path):
