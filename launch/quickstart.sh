@@ -9,6 +9,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 recipe=quickstart
 if [ "${1:-}" = --tiny ]; then recipe=tiny && shift; fi
+for word in "$@"; do
+    [[ $word == [!-]*=* ]] || { echo "error: $word is neither --tiny, first, nor section.key=value" >&2 && exit 2; }
+done
 
 source launch/environment.sh cpu
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1

@@ -58,6 +58,11 @@ def test_torchrun_without_a_config_shows_how_it_is_used(run: Script) -> None:
     assert "NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 JOB_ID=17 bash launch/torchrun.sh" in refused(run(TORCHRUN))
 
 
+def test_quickstart_refuses_a_wrong_word_before_it_installs(run: Script) -> None:
+    assert "--tyny is neither" in refused(run("launch/quickstart.sh", "--tyny"))
+    assert "trainer.seed is neither" in refused(run("launch/quickstart.sh", "--tiny", "trainer.seed"))
+
+
 def test_one_node_leaves_the_port_to_the_launcher(run: Script) -> None:
     """cases.md G02: single node, a free port."""
     done = run(TORCHRUN, "c.yaml", "trainer.seed=1", NPROC_PER_NODE="2")
