@@ -29,6 +29,8 @@ def training_faults(config: Config) -> Iterator[Fault]:
         yield from _data_faults(config, "data.train", config.data.train, rows_needed)
     if not trainer.output_dir:
         yield Fault("trainer.output_dir", None, "must be given: the folder of the run")
+    elif trainer.output_dir.startswith("~"):
+        yield Fault("trainer.output_dir", trainer.output_dir, "~ is not replaced", f"${{HOME}}{trainer.output_dir[1:]}")
     elif problem := _unwritable(Path(trainer.output_dir)):
         yield Fault("trainer.output_dir", trainer.output_dir, problem)
     if trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir():

@@ -279,6 +279,8 @@ def test_output_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (fault,) = faults(tmp_path, f"trainer.output_dir={tmp_path}/file/run")
     assert fault.endswith("/file is a file")
+    (fault,) = faults(tmp_path, "trainer.output_dir=~/run")
+    assert fault == "trainer.output_dir = ~/run: ~ is not replaced; nearest: ${HOME}/run"
 
 
 def test_system_prompt_needs_a_template(tmp_path: Path) -> None:
