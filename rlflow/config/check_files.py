@@ -33,6 +33,9 @@ def training_faults(config: Config) -> Iterator[Fault]:
         yield Fault("trainer.output_dir", trainer.output_dir, "~ is not replaced", f"${{HOME}}{trainer.output_dir[1:]}")
     elif problem := _unwritable(Path(trainer.output_dir)):
         yield Fault("trainer.output_dir", trainer.output_dir, problem)
+    if trainer.resume == "never" and any(Path(trainer.output_dir).glob("checkpoints/step_*")):
+        rule = "trainer.output_dir has checkpoints of an earlier run, which `auto` would mix with those of this one"
+        yield Fault("trainer.resume", "never", f"{rule}: choose another folder or remove them", "auto")
     if trainer.resume not in ("auto", "never") and not Path(trainer.resume).is_dir():
         close = nearest(trainer.resume, ("auto", "never"))
         yield Fault("trainer.resume", trainer.resume, "must be auto, never or the folder of a checkpoint", close)

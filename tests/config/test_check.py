@@ -283,6 +283,14 @@ def test_output_folder(tmp_path: Path) -> None:
     assert fault == "trainer.output_dir = ~/run: ~ is not replaced; nearest: ${HOME}/run"
 
 
+def test_a_fresh_start_needs_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    assert faults(tmp_path, "trainer.resume=never") == []
+    (tmp_path / "run/checkpoints/step_000006").mkdir(parents=True)
+    (fault,) = faults(tmp_path, "trainer.resume=never")
+    assert fault.startswith("trainer.resume = never: trainer.output_dir has checkpoints of an earlier run")
+    assert faults(tmp_path, "trainer.resume=auto") == []
+
+
 def test_system_prompt_needs_a_template(tmp_path: Path) -> None:
     found = faults(tmp_path, "data.system_prompt=Hello", "data.chat_template=false")
     assert found == ["data.chat_template = false: only a chat template can hold it; nearest: true"]
