@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_bridge.compat import allow_grouped_queries
 from rlflow.models.rope import rotate
+from rlflow.models.short_attention import attend_short
 
 if TYPE_CHECKING:
     from rlflow.models.packed import PackedInput
@@ -26,6 +27,9 @@ Segment = tuple[int, int, int, int]  # (prefix_start, prefix_end, start, end), a
 SHORTEST_IN_BATCH = 0.7
 """Segments shorter than this part of a batch's longest start a new batch: padding is computed, calls cost time."""
 
+SHORT_ON_CPU = 128
+"""Most keys for which a CPU computes whole segments in bfloat16; what is kept for the backward pass grows with them."""
+
 LONG_ON_CPU = 512
 """Keys from which a CPU's bfloat16 kernel is faster than its float32 one; for short segments it is ten times slower."""
 
@@ -34,8 +38,8 @@ LONG_ON_CPU = 512
 class SegmentBatch:
     """B segments that one attention call computes, padded to L own rows and P rows of prefix.
 
-    Padding repeats a segment's first row. Where there is no prefix the call is causal and padding, being last, is seen
-    by nobody; otherwise `mask` says what each row may see.
+    Padding repeats a segment's first row. Where there is no mask the call is causal and padding, being last, is seen by
+    nobody; otherwise `mask` says what each row may see.
     """
 
     rows: Tensor  # int64 [B · L]
@@ -43,7 +47,8 @@ class SegmentBatch:
     seen_rows: Tensor  # int64 [B · (P + L)], keys and values: the prefix, then the segment itself
     size: int  # B
     mask: Tensor | None  # [B, 1, L, P + L]: 0 where visible, −inf elsewhere, in `dtype`
-    dtype: torch.dtype  # of the computation
+    dtype: torch.dtype  # of the computation, of a short one's softmax
+    is_short: bool  # to be computed by `attend_short`; it has a mask then
 
 
 @dataclass
@@ -85,10 +90,12 @@ def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) 
     own, prefix = torch.arange(int(length.max()), device=device), torch.arange(int(prefix_length.max()), device=device)
     is_own = own < length[:, None]
     rows = torch.where(is_own, start[:, None] + own, start[:, None])
-    if device.type == "cpu" and len(prefix) + len(own) < LONG_ON_CPU:
+    keys = len(prefix) + len(own)
+    is_short = device.type == "cpu" and dtype == torch.bfloat16 and keys <= SHORT_ON_CPU
+    if device.type == "cpu" and keys < LONG_ON_CPU:
         dtype = torch.float32
-    if not len(prefix):
-        return SegmentBatch(rows.flatten(), is_own.flatten(), rows.flatten(), len(group), None, dtype)
+    if not len(prefix) and not is_short:
+        return SegmentBatch(rows.flatten(), is_own.flatten(), rows.flatten(), len(group), None, dtype, False)
     has_prefix = prefix < prefix_length[:, None]
     prefix_rows = torch.where(has_prefix, prefix_start[:, None] + prefix, prefix_start[:, None])
     visible = torch.cat(
@@ -96,7 +103,9 @@ def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) 
     )
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     seen_rows = torch.cat([prefix_rows, rows], 1)
-    return SegmentBatch(rows.flatten(), is_own.flatten(), seen_rows.flatten(), len(group), mask[:, None], dtype)
+    return SegmentBatch(
+        rows.flatten(), is_own.flatten(), seen_rows.flatten(), len(group), mask[:, None], dtype, is_short
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -104,14 +113,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale
     outputs = []
     for batch in plan.batches:
         q, k, v = (
-            states.index_select(0, rows).to(batch.dtype).unflatten(0, (batch.size, -1)).transpose(1, 2)
+            states.index_select(0, rows).unflatten(0, (batch.size, -1))
             for states, rows in ((query, batch.rows), (key, batch.seen_rows), (value, batch.seen_rows))
         )
-        out = F.scaled_dot_product_attention(
-            q, k, v, batch.mask, is_causal=batch.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1).flatten(1).to(query.dtype))
+        if batch.is_short and batch.mask is not None:
+            out = attend_short(q, k, v, batch.mask, scale)
+        else:
+            out = _attend_fused(q, k, v, batch, scale)
+        outputs.append(out.flatten(0, 1))
     return torch.cat(outputs).index_select(0, plan.place)
+
+
+def _attend_fused(query: Tensor, key: Tensor, value: Tensor, batch: SegmentBatch, scale: float) -> Tensor:
+    """By torch's kernel: [B, L, heads, d], [B, P + L, kv_heads, d] twice → [B, L, heads · d]."""
+    q, k, v = (states.to(batch.dtype).transpose(1, 2) for states in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, batch.mask, is_causal=batch.mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).flatten(2).to(query.dtype)
 
 
 class PackedAttention(torch.nn.Module):

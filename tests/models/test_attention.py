@@ -42,6 +42,25 @@ def test_output_and_gradient_of_each_sequence(segments: list[Segment]) -> None:
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("segments", [PACKED, SHARED], ids=["packed", "shared"])
+def test_short_bfloat16_segments_are_as_exact_as_their_inputs(segments: list[Segment]) -> None:
+    rows = segments[-1][3]
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(rows, heads, 8, generator=draw).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+    upstream = torch.randn(rows, 32, generator=draw)
+    plan = plan_attention(segments, torch.device("cpu"), torch.bfloat16)
+    assert all(batch.is_short for batch in plan.batches)
+    found, expected = attend(*inputs, plan, 0.3), plain(*(each.float() for each in inputs), segments)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=2e-2)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, inputs, upstream.bfloat16()),
+        torch.autograd.grad(expected, inputs, upstream),
+        strict=True,
+    ):
+        assert torch.allclose(mine.float(), theirs.float(), atol=5e-2, rtol=2e-2)
+
+
 def test_similar_lengths_share_a_call() -> None:
     segments, start = [], 0
     for length in (64, 60, 50, 20, 19, 18, 3):
