@@ -87,6 +87,7 @@ def check(args: argparse.Namespace) -> Work:
 def launch(processes: int, command: Sequence[str]) -> int:
     """Run `rlflow command` in `processes` processes by torchrun; a user's error in any of them is one of the whole."""
     import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -97,6 +98,9 @@ def launch(processes: int, command: Sequence[str]) -> int:
         run(parse_args(options))
     except ChildFailedError as error:
         return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
+    except SignalException as error:  # Ctrl-C, or the scheduler; torchrun has ended the processes
+        print(f"ended by {error.sigval.name}", file=sys.stderr)
+        return 128 + error.sigval
     return 0
 
 

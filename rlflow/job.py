@@ -27,6 +27,7 @@ from rlflow.config.schema import Algorithm
 from rlflow.data.encode import Encoder, load_tokenizer
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import load_prompts
+from rlflow.errors import UserError
 from rlflow.rewards.scorer import Scorer
 from rlflow.roles import Engine
 from rlflow.rollout.engine import RolloutEngine
@@ -143,8 +144,11 @@ def save_config(config: Config) -> None:
     """Leave the resolved configuration, which is what runs, in the run's folder."""
     if is_main(config):
         folder = Path(config.trainer.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(config))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(dump(config))
+        except OSError as error:
+            raise UserError("trainer.output_dir", f"cannot be written to: {error}") from error
 
 
 def stop(rollout: RolloutEngine) -> None:

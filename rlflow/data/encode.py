@@ -20,9 +20,12 @@ def load_tokenizer(folder: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UserError(folder, f"holds no usable tokenizer: {error}") from error
+    if not tokenizer("a", add_special_tokens=False).input_ids:  # transformers makes one without a vocabulary up
+        raise UserError(folder, "holds no usable tokenizer: are tokenizer.json and tokenizer_config.json there?")
+    return tokenizer
 
 
 class Encoder:

@@ -114,6 +114,8 @@ def _describe(error: BaseException, phase: str) -> str:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     if isinstance(error, UserError):
         return f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted in phase '{phase}'"
     trace = "".join(traceback.format_exception(error))
     return f"{trace}rank {rank} failed in phase '{phase}': {type(error).__name__}: {error}"
 

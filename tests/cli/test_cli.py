@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 import rlflow
 from rlflow import cli
@@ -179,6 +181,17 @@ def test_nproc_starts_the_same_command(
     monkeypatch.setattr(cli, "launch", lambda processes, words: started.append((processes, words)) or 7)
     assert cli.main([*command, "--nproc", "2"]) == 7
     assert started == [(2, command)]
+
+
+def test_a_signal_ends_the_launcher_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(options: object) -> None:
+        raise SignalException("got signal", signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.run.run", interrupted)
+    assert cli.launch(2, ["check", "c.yaml"]) == 130
+    assert capsys.readouterr().err == "ended by SIGINT\n"
 
 
 def test_nproc_checks_before_it_starts_anything(path: str, capsys: pytest.CaptureFixture[str], job: FakeJob) -> None:

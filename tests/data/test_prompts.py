@@ -94,6 +94,9 @@ def test_empty_prompts_are_refused() -> None:
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no usable tokenizer"):
         load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # from which transformers makes an empty one
+    with pytest.raises(UserError, match="holds no usable tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> str:
