@@ -122,7 +122,7 @@ def prepare(folder: Path, work: argparse.Namespace) -> dict[str, Any]:
         "optimizer": {"lr": work.lr, "weight_decay": 0.0, "clip_grad": 1.0},
         "rollout": {
             "n": work.group, "max_prompt_length": LONGEST_PROMPT, "max_response_length": work.response,
-            "ignore_eos": True,
+            "ignore_eos": True, "max_num_seqs": work.prompts * work.group,
         },
         "data": {"train": str(folder / "train.jsonl"), "chat_template": False, "shuffle": False},
         "rewards": [{"function": "rlflow.rewards:character_share"}],
