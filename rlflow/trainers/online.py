@@ -6,6 +6,7 @@ parts are, and on which ranks, is decided in `job`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ from rlflow.tracking import Tracker
 from rlflow.trainers import held_out
 from rlflow.trainers.experience import Experience, add_advantages, collect, mini_batch
 from rlflow.trainers.measure import sample_metrics, sum_over_ranks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -126,6 +129,8 @@ def evaluate(run: Run) -> dict[str, float]:
 def finish_step(run: Run, samples: list[Sample], metrics: dict[str, float]) -> None:
     """Evaluate and save where it is time, then record the step."""
     state, every = run.state, run.config.evaluation.every
+    if "train/reward" not in metrics:
+        log.warning("step %d: no sample could be scored, so nothing was learnt from it", state.step)
     last = state.step == run.steps
     if last or (every and state.step % every == 0):
         with run.tracker.phase("evaluate"):

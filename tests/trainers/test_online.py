@@ -7,7 +7,7 @@ import pytest
 
 from megatron_bridge.execute import Traffic
 from rlflow.rollout.engine import Lifecycle
-from rlflow.trainers.online import hand_over, update_metrics
+from rlflow.trainers.online import finish_step, hand_over, update_metrics
 
 BYTES = {"weights": 10, "kv_cache": 30}
 
@@ -74,3 +74,13 @@ def test_metrics_of_several_updates():
             "actor/grad_norm": 2.0,
         }
     )
+
+
+def test_a_step_in_which_nothing_could_be_scored_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(evaluation=SimpleNamespace(every=0), trainer=SimpleNamespace(save_every=0))
+    tracker = SimpleNamespace(end=lambda *_: None)
+    run: Any = SimpleNamespace(state=SimpleNamespace(step=3), steps=9, config=config, tracker=tracker)
+    finish_step(run, [], {"train/reward": 0.0})
+    assert not caplog.text
+    finish_step(run, [], {})
+    assert "step 3: no sample could be scored" in caplog.text
