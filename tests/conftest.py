@@ -18,7 +18,7 @@ def world() -> Iterator[World]:
     """`world(n, function, *args)`: the results, by rank, of a module-level function on n gloo processes."""
     pool = World()
     yield pool
-    pool.close()
+    pool.close(patience=20)
 
 
 @pytest.fixture(scope="session")

@@ -112,9 +112,12 @@ class World:
         except (EOFError, ConnectionResetError):
             return False, f"the process of rank {rank} died"
 
-    def close(self) -> None:
-        for process, pipe in self._workers:
+    def close(self, patience: float = 0) -> None:
+        """End the workers; those that are idle by themselves within `patience` seconds, with what they started."""
+        for _, pipe in self._workers:
             pipe.close()
+        for process, _ in self._workers:
+            process.join(patience)
             process.kill()
             process.join()
         self._workers = []
