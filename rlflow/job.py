@@ -21,7 +21,7 @@ from megatron_bridge.layouts import HFLayout
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
 from rlflow.batch.sample import Prompt
-from rlflow.checkpoint import Checkpoints, State
+from rlflow.checkpoint import Checkpoints
 from rlflow.config import Config, dump
 from rlflow.config.schema import Algorithm
 from rlflow.data.encode import Encoder, load_tokenizer
@@ -74,8 +74,8 @@ def generate(config: Config, prompts: Sequence[str]) -> int:
         start(config)
         tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         encoder = Encoder(tokenizer, chat_template=config.data.chat_template, system_prompt=config.data.system_prompt)
-        ids = encoder.encode(prompts)
-        asked = [Prompt(f"prompt/{number}", ids, {}, None) for number, ids in enumerate(ids)]
+        encoded = encoder.encode(prompts)
+        asked = [Prompt(f"prompt/{number}", ids, {}, None) for number, ids in enumerate(encoded)]
         rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
         rollout.sync_from_hf(config.model.path)
         samples = rollout.generate(asked, n=config.rollout.n, temperature=config.rollout.temperature, step=0)
@@ -120,7 +120,6 @@ def assemble(config: Config) -> online.Run:
         objective=objective(config.algorithm),
         tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps),
         checkpoints=checkpoints,
-        state=State(),
     )
     if checkpoint is not None:
         resume(run, checkpoint)

@@ -22,7 +22,7 @@ from rlflow.algorithms import (
     group_metrics,
     kl_estimator,
 )
-from rlflow.batch import Batch, Catalogue, Sample, assign, catalogue, exchange, gather_samples
+from rlflow.batch import Batch, Catalogue, Sample, Sizes, assign, catalogue, exchange, gather_samples
 from rlflow.batch.sample import Prompt
 from rlflow.config.schema import Algorithm
 from rlflow.parallel import Grid, device
@@ -49,8 +49,9 @@ def collect(
     group_of = {prompt.id: number for number, prompt in enumerate(prompts)}
     local = Batch.from_samples(samples, group_of).to(device())
     known = catalogue(local)
+    sizes = known.sizes()
     shares = [
-        _spread(known, numbers, grid.dp, hidden, share) for numbers in _cut_by_group(known, len(prompts), mini_batches)
+        _spread(sizes, numbers, grid.dp, hidden, share) for numbers in _cut_by_group(known, len(prompts), mini_batches)
     ]
     wanted = [[number for step in shares for number in step[replica]] for replica in range(grid.dp)]
     destinations = [wanted[grid.replica(rank)] if rank in grid.ranks else [] for rank in range(dist.get_world_size())]
@@ -66,8 +67,8 @@ def _cut_by_group(known: Catalogue, groups: int, parts: int) -> list[list[int]]:
     return [[number for number, part in enumerate(part_of) if part == wanted] for wanted in range(parts)]
 
 
-def _spread(known: Catalogue, numbers: list[int], replicas: int, hidden: int, share: bool) -> list[list[int]]:
-    parts = assign(known.sizes().select(numbers), replicas, hidden=hidden, share_prompts=share)
+def _spread(sizes: Sizes, numbers: list[int], replicas: int, hidden: int, share: bool) -> list[list[int]]:
+    parts = assign(sizes.select(numbers), replicas, hidden=hidden, share_prompts=share)
     return [[numbers[place] for place in part] for part in parts]
 
 
