@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+FAREWELL = 2.0  # seconds that other ranks have to tell of their failure too
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -92,8 +93,11 @@ class World:
         """Results by rank. After a failure the peers may wait in a collective for ever, so all workers are replaced."""
         ranks = {self._workers[rank][1]: rank for rank in range(size)}
         results: list[Any] = [None] * size
+        failures: list[str] = []
         while ranks:
             ready = wait(list(ranks), timeout)
+            if not ready and failures:
+                break
             if not ready:
                 self.close()
                 raise RankFailure(f"ranks {sorted(ranks.values())} of {size} gave no answer within {timeout:.0f} s")
@@ -101,8 +105,12 @@ class World:
                 rank = ranks.pop(pipe)  # type: ignore[arg-type]
                 fine, results[rank] = self._receive(pipe, rank)  # type: ignore[arg-type]
                 if not fine:
-                    self.close()
-                    raise RankFailure(f"rank {rank} of {size}:\n{results[rank]}")
+                    failures.append(f"rank {rank} of {size}:\n{results[rank]}")
+            # A peer that lost its connection may answer before the rank whose failure it was: hear them all.
+            timeout = FAREWELL if failures else timeout
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(failures))
         return results
 
     @staticmethod
