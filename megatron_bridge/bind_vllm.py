@@ -40,7 +40,7 @@ def require_complete(source: Layout, rank: int, given: Iterable[str], target: La
     fused = _homes(target)
     faults = []
     for unit in source.units(rank):
-        for param in source.params(unit.kind, source.shard(rank)):
+        for param in source.params(unit.kind, source.shard(rank, unit.kind)):
             if unit.prefix + param.name not in have:
                 homes = sorted({home for piece in param.pieces for home in fused[unit.canonical + piece.name]})
                 faults += [f"{home} lacks its part {unit.prefix}{param.name}" for home in homes]
@@ -54,7 +54,7 @@ def _homes(target: Layout) -> Mapping[str, list[str]]:
     homes: dict[str, list[str]] = defaultdict(list)
     rank = target.ranks[0]
     for unit in target.units(rank):
-        for param in target.params(unit.kind, target.shard(rank)):
+        for param in target.params(unit.kind, target.shard(rank, unit.kind)):
             for piece in param.pieces:
                 homes[unit.canonical + piece.name].append(unit.prefix + param.name)
     return homes

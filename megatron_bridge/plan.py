@@ -96,7 +96,7 @@ class Plan:
         for (kind, canonical), held_by in holders.items():
             self._group_of[canonical] = ids.setdefault((kind, tuple(held_by)), len(ids))
         for kind, ranks in ids:
-            shards = sorted({self.source.shard(rank) for rank in ranks}, key=repr)
+            shards = sorted({self.source.shard(rank, kind) for rank in ranks}, key=repr)
             self._groups.append(Group(kind, frozenset(ranks), tuple(shards)))
 
     def _check_use(self) -> None:
@@ -110,7 +110,7 @@ class Plan:
             if missing:
                 raise UserError(min(missing), f"the target has no place for this tensor of every {kind}")
         shards = {
-            (unit.kind, self.target.shard(rank)) for rank in self.target.ranks for unit in self.target.units(rank)
+            (unit.kind, self.target.shard(rank, unit.kind)) for rank in self.target.ranks for unit in self.target.units(rank)
         }
         for kind, shard in sorted(shards, key=repr):
             for param in self.target.params(kind, shard):
@@ -140,12 +140,13 @@ class Plan:
             self.traffic[chosen, rank] += elements
 
     def _cheapest(self, rank: int, group: int, shards: Shards) -> int:
-        if rank in self._groups[group].ranks and self.source.shard(rank) in shards:
+        kind, ranks, _ = self._groups[group]
+        if rank in ranks and self.source.shard(rank, kind) in shards:
             return rank
         pool = self._pools.get((group, shards))
         if pool is None:  # node -> its holders, None -> all holders
             pool = self._pools[group, shards] = defaultdict(list)
-            for holder in sorted(r for r in self._groups[group].ranks if self.source.shard(r) in shards):
+            for holder in sorted(r for r in ranks if self.source.shard(r, kind) in shards):
                 pool[holder // self.ranks_per_node].append(holder)
                 pool[None].append(holder)
         near = pool.get(rank // self.ranks_per_node) or pool[None]
@@ -154,7 +155,7 @@ class Plan:
     def _parts(self, rank: int, group: int) -> Parts:
         """How a rank fills one unit of a group: the boxes it needs by the shards that hold them."""
         kind, ranks, shards = self._groups[group]
-        want, have = self.target.shard(rank), self.source.shard(rank) if rank in ranks else None
+        want, have = self.target.shard(rank, kind), self.source.shard(rank, kind) if rank in ranks else None
         key = (kind, want, have, shards)
         if key not in self._met:
             self._met[key] = meet_layouts(self.source, self.target, kind, want, shards, have)
@@ -262,5 +263,5 @@ def weights_differ(source: Layout, target: Layout) -> bool:
 
 
 def _names(layout: Layout, kind: str) -> set[str]:
-    shards: Iterable[Hashable] = {layout.shard(r) for r in layout.ranks for u in layout.units(r) if u.kind == kind}
+    shards: Iterable[Hashable] = {layout.shard(r, kind) for r in layout.ranks for u in layout.units(r) if u.kind == kind}
     return {piece.name for shard in shards for param in layout.params(kind, shard) for piece in param.pieces}

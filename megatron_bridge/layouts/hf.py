@@ -34,7 +34,7 @@ class HFLayout(Layout):
             units += (Unit("vocab", EMBEDDING, HEAD),)
         return units
 
-    def shard(self, rank: int) -> Hashable:
+    def shard(self, rank: int, kind: str) -> Hashable:
         return 0
 
     def units(self, rank: int) -> tuple[Unit, ...]:

@@ -53,8 +53,8 @@ class Layout(ABC):
     ranks: tuple[int, ...]
 
     @abstractmethod
-    def shard(self, rank: int) -> Hashable:
-        """Which slice of its units a rank of the layout holds."""
+    def shard(self, rank: int, kind: str) -> Hashable:
+        """Which slice of its units of a kind a rank of the layout holds."""
 
     @abstractmethod
     def units(self, rank: int) -> tuple[Unit, ...]:
@@ -69,7 +69,7 @@ class Layout(ABC):
         return {
             unit.prefix + param.name: param
             for unit in self.units(rank)
-            for param in self.params(unit.kind, self.shard(rank))
+            for param in self.params(unit.kind, self.shard(rank, unit.kind))
         }
 
     def padding(self, rank: int) -> dict[str, int]:

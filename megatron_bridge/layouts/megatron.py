@@ -94,7 +94,7 @@ class MegatronLayout(Layout):
                 return place
         raise KeyError(dimension)
 
-    def shard(self, rank: int) -> Hashable:
+    def shard(self, rank: int, kind: str) -> Hashable:
         return self.coordinate(rank, "tp")
 
     def units(self, rank: int) -> tuple[Unit, ...]:

@@ -23,8 +23,8 @@ class OneUnit(Layout):
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.base.ranks
 
-    def shard(self, rank: int) -> Hashable:
-        return self.base.shard(rank)
+    def shard(self, rank: int, kind: str) -> Hashable:
+        return self.base.shard(rank, kind)
 
     def units(self, rank: int) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.base.units(rank) if unit.canonical == self.canonical)

@@ -50,7 +50,7 @@ class VLLMLayout(Layout):
     def _index(self) -> dict[int, int]:
         return {rank: index for index, rank in enumerate(self.ranks)}
 
-    def shard(self, rank: int) -> Hashable:
+    def shard(self, rank: int, kind: str) -> Hashable:
         return self._index[rank] % self.tp
 
     def units(self, rank: int) -> tuple[Unit, ...]:

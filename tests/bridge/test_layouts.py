@@ -114,7 +114,7 @@ def test_grid_orders() -> None:
     pipeline_first = MegatronLayout(arch, tp=2, pp=2, dp=2, order="pp-tp-dp")
     assert [pipeline_first.coordinate(5, name) for name in ("tp", "dp", "pp")] == [0, 1, 1]
     elsewhere = MegatronLayout(arch, tp=2, ranks=(7, 3))
-    assert [elsewhere.shard(7), elsewhere.shard(3), elsewhere.units(0)] == [0, 1, ()]
+    assert [elsewhere.shard(7, "layer"), elsewhere.shard(3, "layer"), elsewhere.units(0)] == [0, 1, ()]
     with pytest.raises(UserError, match="order 'tp-pp' does not name tp, dp and pp once each"):
         MegatronLayout(arch, order="tp-pp")
     with pytest.raises(UserError, match=r"ranks \[0, 1, 2\] do not fill tp 2 × pp 1 × dp 2"):
