@@ -110,7 +110,9 @@ class Plan:
             if missing:
                 raise UserError(min(missing), f"the target has no place for this tensor of every {kind}")
         shards = {
-            (unit.kind, self.target.shard(rank, unit.kind)) for rank in self.target.ranks for unit in self.target.units(rank)
+            (unit.kind, self.target.shard(rank, unit.kind))
+            for rank in self.target.ranks
+            for unit in self.target.units(rank)
         }
         for kind, shard in sorted(shards, key=repr):
             for param in self.target.params(kind, shard):
@@ -263,5 +265,7 @@ def weights_differ(source: Layout, target: Layout) -> bool:
 
 
 def _names(layout: Layout, kind: str) -> set[str]:
-    shards: Iterable[Hashable] = {layout.shard(r, kind) for r in layout.ranks for u in layout.units(r) if u.kind == kind}
+    shards: Iterable[Hashable] = {
+        layout.shard(r, kind) for r in layout.ranks for u in layout.units(r) if u.kind == kind
+    }
     return {piece.name for shard in shards for param in layout.params(kind, shard) for piece in param.pieces}
