@@ -66,7 +66,13 @@ def make_plan(source: Layout, target: Layout, *, itemsize: int = 2, ranks_per_no
 
 
 class Plan:
-    """All copies that fill the target layout. `traffic[s, t]` counts elements from rank s to rank t, s = t too."""
+    """All copies that fill the target layout. `traffic[s, t]` counts elements from rank s to rank t, s = t too.
+
+    A plan has one or two phases, one after the other. Copies of phase 0 have a *source* parameter as their source;
+    those of phase 1 a *target* parameter of another rank, which phase 0 has filled.
+    """
+
+    phases = 1
 
     def __init__(self, source: Layout, target: Layout, itemsize: int, ranks_per_node: int) -> None:
         self.source, self.target = source, target
@@ -164,8 +170,8 @@ class Plan:
         return self._met[key]
 
     # ------------------------------------------------------------ copies
-    def into(self, rank: int, source: int | None = None) -> Iterator[Copy]:
-        """The copies that fill a rank (only those from `source`, if given), in the order that both sides know."""
+    def into(self, rank: int, source: int | None = None, phase: int = 0) -> Iterator[Copy]:
+        """The copies of a phase that fill a rank (only those from `source`, if given), in the order both sides know."""
         for group, units in self._wanted(rank).items():
             for shards, (_, parts) in self._parts(rank, group).items():
                 chosen = self._source_of[rank, group, shards]
@@ -182,17 +188,17 @@ class Plan:
                     Place(target, prefix + target_param, want.at(box), want.strides),
                 )
 
-    def out_of(self, rank: int) -> Iterator[Copy]:
-        """The copies that a rank sends to others, target by target."""
-        for target in self.targets(rank):
-            yield from self.into(target, rank)
+    def out_of(self, rank: int, phase: int = 0) -> Iterator[Copy]:
+        """The copies of a phase that a rank sends to others, target by target."""
+        for target in self.targets(rank, phase):
+            yield from self.into(target, rank, phase)
 
-    def sources(self, rank: int) -> list[int]:
-        """The other ranks that a rank receives from."""
+    def sources(self, rank: int, phase: int = 0) -> list[int]:
+        """The other ranks that a rank receives from in a phase, ascending."""
         return sorted(s for s, t in self.traffic if t == rank != s)
 
-    def targets(self, rank: int) -> list[int]:
-        """The other ranks that a rank sends to."""
+    def targets(self, rank: int, phase: int = 0) -> list[int]:
+        """The other ranks that a rank sends to in a phase, ascending."""
         return sorted(t for s, t in self.traffic if s == rank != t)
 
     # ------------------------------------------------------------ sizes
@@ -208,8 +214,8 @@ class Plan:
         """Bytes that a rank sends to others."""
         return sum(n for (s, t), n in self.traffic.items() if s == rank != t) * self.itemsize
 
-    def rounds(self, cap: int) -> int:
-        """Exchanges needed, the same on every rank, so that none sends or receives more than `cap` bytes in one.
+    def rounds(self, cap: int, phase: int = 0) -> int:
+        """Exchanges of a phase, the same on every rank, so that none sends or receives more than `cap` bytes in one.
 
         Each stream between two ranks is cut into equal parts, up to one element; the cap counts that element too.
         """
