@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_bridge.boxes import Box, Piece, meet, minus, shape_of, tiles, volume
 from megatron_bridge.errors import UserError
-from megatron_bridge.layouts.layout import Layout
+from megatron_bridge.layouts.layout import Layout, Unit, canonical_units, tensors_of
 
 
 class Place(NamedTuple):
@@ -266,8 +266,13 @@ def _fill(
 
 def weights_differ(source: Layout, target: Layout) -> bool:
     """Whether two layouts describe weights of different names or shapes."""
-    sizes = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied")
-    return any(getattr(source.arch, key) != getattr(target.arch, key) for key in sizes)
+    return source.arch is not target.arch and _shapes(source) != _shapes(target)
+
+
+def _shapes(layout: Layout) -> tuple[tuple[Unit, ...], dict[str, dict[str, tuple[int, ...]]]]:
+    arch, units = layout.arch, canonical_units(layout.arch)
+    kinds = {unit.kind for unit in units}
+    return units, {kind: {name: t.view(arch) for name, t in tensors_of(arch, kind).items()} for kind in kinds}
 
 
 def _names(layout: Layout, kind: str) -> set[str]:

@@ -9,9 +9,12 @@ from megatron_bridge.errors import UserError
 from megatron_bridge.families.architecture import Architecture, read_architecture
 from megatron_bridge.families.declare import Family
 from megatron_bridge.families.llama import LLAMA
+from megatron_bridge.families.mixtral import MIXTRAL
 from megatron_bridge.families.qwen2 import QWEN2
+from megatron_bridge.families.qwen3 import QWEN3
+from megatron_bridge.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
 
 __all__ = ["FAMILIES", "Architecture", "Family", "load_architecture", "read_json"]
 
@@ -34,7 +37,7 @@ def load_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         raise UserError(where, f"model_type {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}")
     if faults := family.check(config):
         raise UserError(where, "; ".join(faults))
-    return read_architecture(family.name, config, generation, family.qkv_bias, where)
+    return read_architecture(family.name, config, generation, family.facts, where)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -5,9 +5,10 @@ write it back. Turning the record into a Megatron config is left to whoever buil
 allows is left to the family's declaration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from megatron_bridge.errors import UserError
 
@@ -15,8 +16,44 @@ DEFAULT_ROPE_THETA = 10000.0  # what transformers takes where the config names n
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer, and how its router chooses among them.
+
+    `normalize`: the chosen experts' scores are divided by their sum. `score_bias`: the router adds a trained bias to
+    the scores when it chooses, not when it weighs. `groups`: experts are chosen from the best `groups_per_token` of so
+    many groups only.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    shared_ffn: int = 0  # width of all shared experts together
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    score_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), heads' parts each."""
+
+    query_rank: int  # 0: queries are not compressed
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and constants of one decoder-only model.
+
+    `layer_kinds` names the kind of each layer as its family declares them, by default `layer` for all. `windows` holds
+    the attention window of each layer in tokens, 0 for none; empty: no layer has one. `head` says what the last stage
+    computes: logits (`lm`) or one number a token (`score`).
 
     `rope_scaling` is None for plain rotary embeddings, else the config's dict with a `rope_type` key, without
     `rope_theta` and without null values: what is absent keeps the default of the scaling's own definition.
@@ -37,21 +74,52 @@ class Architecture:
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(hash=False)
     max_positions: int
+    layer_kinds: tuple[str, ...] = ()
+    experts: Experts | None = None
+    latent: Latent | None = None
+    head: Literal["lm", "score"] = "lm"
+    qk_norm: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    windows: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     hf_config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_kinds", tuple(self.layer_kinds) or ("layer",) * self.layers)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {"one": 1, "two": 2, "queries": self.heads // self.kv_heads}
+        if (experts := self.experts) is not None:
+            sizes |= {"experts": experts.count, "expert_ffn": experts.ffn, "shared_ffn": experts.shared_ffn}
+        if (latent := self.latent) is not None:
+            sizes |= {
+                "query_rank": latent.query_rank,
+                "kv_rank": latent.kv_rank,
+                "kv_rank_and_rope": latent.kv_rank + latent.rope,
+                "nope_and_rope": latent.nope + latent.rope,
+                "nope_and_value": latent.nope + latent.value,
+                "value": latent.value,
+            }
+        return sizes
+
     def size(self, axis: str) -> int:
         """Length of an axis by the name that family declarations use (`hidden`, `queries`, …)."""
-        if axis == "queries":
-            return self.heads // self.kv_heads
-        return 1 if axis == "one" else getattr(self, axis)
+        return self._sizes[axis] if axis in self._sizes else getattr(self, axis)
 
 
 def read_architecture(
-    family: str, config: Mapping[str, Any], generation: Mapping[str, Any], qkv_bias: bool, where: str
+    family: str,
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    facts: Callable[[Mapping[str, Any]], dict[str, Any]],
+    where: str,
 ) -> Architecture:
-    """The record of a `config.json` (and `generation_config.json`, may be empty); UserError lists every fault."""
+    """The record of a `config.json` (and `generation_config.json`, may be empty); UserError lists every fault.
+
+    `facts` is called once the common sizes are known to be right; what it returns goes into the record as it is.
+    """
     faults: list[str] = []
     layers = _positive(config, "num_hidden_layers", faults)
     hidden = _positive(config, "hidden_size", faults)
@@ -69,18 +137,19 @@ def read_architecture(
     theta, scaling = _read_rope(config, faults)
     if faults:
         raise UserError(where, "; ".join(faults))
-    return Architecture(
-        family, layers, hidden, heads, kv_heads, head_dim, ffn, vocab,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_positions=int(config.get("max_position_embeddings", 2048)),
-        bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=_eos_ids(generation, config),
-        hf_config=dict(config),
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": False,
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_positions": int(config.get("max_position_embeddings", 2048)),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": _eos_ids(generation, config),
+        "hf_config": dict(config),
+    }
+    sizes = (family, layers, hidden, heads, kv_heads, head_dim, ffn, vocab)
+    return Architecture(*sizes, **(common | facts(config)))
 
 
 def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: int | None = None) -> int:

@@ -5,7 +5,7 @@ each system keeps together in one parameter; how axes are cut over ranks is a la
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_bridge.families.architecture import Architecture
@@ -15,7 +15,8 @@ from megatron_bridge.families.architecture import Architecture
 class Tensor:
     """A Hugging Face tensor, seen through its axes: `rows` and `columns` are axis names, split by blanks.
 
-    The tensor on disk has one dimension for all of `rows` and one for all of `columns` (none without columns).
+    The tensor on disk has one dimension for all of `rows` and one for all of `columns` (none without columns). A name
+    with `{}` stands for as many tensors on disk as the first axis is long: one a routed expert.
     """
 
     name: str
@@ -36,7 +37,8 @@ class Parameter:
     """A parameter of Megatron or vLLM: the parts of a rank's shard, one tensor after another along the rows.
 
     With `interleave` the tensors alternate inside each index of that (first) axis instead: q, k, v of KV head 0,
-    then of KV head 1, and so on.
+    then of KV head 1, and so on; interleaved by `experts` the parameter has three dimensions. A name with `{}` stands
+    for one parameter a local expert.
     """
 
     name: str
@@ -45,18 +47,51 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Family:
-    """One model family: its unit kinds (`vocab`, `layer`, `norm`) and what each system makes of them.
+class Block:
+    """Tensors that lie together in a unit, and the parameters that Megatron and vLLM make of them.
 
-    `tensors`, `megatron` and `vllm` map a unit kind to its declarations. Megatron's names are those of the local
-    layer spec; the Megatron layout renames for Transformer Engine. `ignored` are regular expressions of tensors that
-    checkpoints may hold and no one needs. `check` returns what a config asks for that the family does not do.
+    Blocks add up: a layer is its attention and its feed-forward part. Megatron's names are those of the local spec.
+    """
+
+    tensors: tuple[Tensor, ...]
+    megatron: tuple[Parameter, ...]
+    vllm: tuple[Parameter, ...]
+
+    def __add__(self, other: "Block") -> "Block":
+        return Block(self.tensors + other.tensors, self.megatron + other.megatron, self.vllm + other.vllm)
+
+
+def no_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A family of plain dense layers has nothing to add to the common sizes."""
+    return {}
+
+
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+ONLY_ATTENTION_FUSED = {"input_layernorm.weight": FUSED_NORMS["input_layernorm.weight"]}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: its unit kinds, and what is to be known of its configs.
+
+    `units` maps a kind to its block: `vocab` (embedding and head), `norm` (the final one), the kinds of layers
+    (`layer`, `moe`), `experts` (a layer's routed ones, under `experts_prefix` in it), `score` (a head of one output).
+    `transformer_engine` renames Megatron's parameters for its spec, kind by kind. `stacked` are the experts of
+    checkpoints that keep them in one tensor. `facts` reads what only this family's config says, as fields of
+    `Architecture`. `ignored` are regular expressions of tensors that checkpoints may hold and no one needs. `check`
+    returns what a config asks for that the family does not do.
     """
 
     name: str
-    tensors: Mapping[str, tuple[Tensor, ...]]
-    megatron: Mapping[str, tuple[Parameter, ...]]
-    vllm: Mapping[str, tuple[Parameter, ...]]
-    qkv_bias: bool
+    units: Mapping[str, Block]
     check: Callable[[Mapping[str, Any]], list[str]]
+    facts: Callable[[Mapping[str, Any]], dict[str, Any]] = no_facts
+    experts_prefix: str = "mlp.experts."
+    stacked: tuple[Parameter, ...] = ()
+    transformer_engine: Mapping[str, Mapping[str, str]] = field(
+        default_factory=lambda: {"layer": FUSED_NORMS, "moe": ONLY_ATTENTION_FUSED}
+    )
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)

@@ -6,7 +6,7 @@ tensor-parallel shard; how ranks map to shards and units is left to the concrete
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from megatron_bridge.errors import UserError
 from megatron_bridge.families import FAMILIES, Architecture
 from megatron_bridge.families.declare import Parameter, Tensor
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.", "model.norm.", "lm_head."  # canonical unit prefixes
+EMBEDDING, NORM, HEAD, SCORE = "model.embed_tokens.", "model.norm.", "lm_head.", "score."  # canonical unit prefixes
+HEADS, NEURONS = ("kv_heads", "heads"), ("ffn", "shared_ffn")  # axes that tensor parallelism cuts
+Cuts = Mapping[str, tuple[int, int]]  # axis -> (parts, which of them)
 
 
 def layer_prefix(layer: int) -> str:
@@ -36,11 +38,31 @@ class Unit(NamedTuple):
 def canonical_units(arch: Architecture) -> tuple[Unit, ...]:
     """The units of a model in the order of the forward pass, under their canonical names."""
     units = [Unit("vocab", EMBEDDING, EMBEDDING)]
-    units += [Unit("layer", layer_prefix(i), layer_prefix(i)) for i in range(arch.layers)]
+    for layer in range(arch.layers):
+        units += layer_units(arch, layer, layer_prefix(layer), experts_prefix(arch))
     units.append(Unit("norm", NORM, NORM))
-    if not arch.tied:
-        units.append(Unit("vocab", HEAD, HEAD))
-    return tuple(units)
+    return (*units, *head_units(arch))
+
+
+def layer_units(arch: Architecture, layer: int, prefix: str, experts: str) -> list[Unit]:
+    """A layer under its prefix in some layout, and, if it has them, its routed experts under `prefix + experts`."""
+    kind = arch.layer_kinds[layer]
+    units = [Unit(kind, layer_prefix(layer), prefix)]
+    if kind == "moe":
+        units.append(Unit("experts", layer_prefix(layer) + experts_prefix(arch), prefix + experts))
+    return units
+
+
+def head_units(arch: Architecture) -> list[Unit]:
+    """What turns the last hidden state into an output, where it is not the embedding: under its canonical name."""
+    if arch.head == "score":
+        return [Unit("score", SCORE, SCORE)]
+    return [] if arch.tied else [Unit("vocab", HEAD, HEAD)]
+
+
+def experts_prefix(arch: Architecture) -> str:
+    """Where in a layer its routed experts are, canonically."""
+    return FAMILIES[arch.family].experts_prefix
 
 
 class Layout(ABC):
@@ -79,18 +101,30 @@ class Layout(ABC):
 
 def tensors_of(arch: Architecture, kind: str) -> dict[str, Tensor]:
     """The canonical tensors of a unit kind by name."""
-    return {tensor.name: tensor for tensor in FAMILIES[arch.family].tensors[kind]}
+    return {tensor.name: tensor for tensor in FAMILIES[arch.family].units[kind].tensors}
 
 
-def split_faults(arch: Architecture, tp: int, replicate_kv: bool) -> list[str]:
-    """Why a model cannot be cut into `tp` shards; empty if it can."""
+def cut_faults(arch: Architecture, cuts: Cuts, replicate_kv: bool) -> list[str]:
+    """Why a model cannot be cut so; empty if it can. `replicate_kv`: ranks may hold the same KV head."""
+    names = {
+        "heads": "attention heads",
+        "kv_heads": "KV heads",
+        "ffn": "intermediate size",
+        "shared_ffn": "shared experts' intermediate size",
+        "experts": "experts",
+        "expert_ffn": "experts' intermediate size",
+    }
+    axes = {axis for block in FAMILIES[arch.family].units.values() for tensor in block.tensors for axis in tensor.axes}
     faults = []
-    if arch.heads % tp:
-        faults.append(f"{arch.heads} attention heads do not split over tensor parallel size {tp}")
-    elif arch.kv_heads % tp and not (replicate_kv and tp % arch.kv_heads == 0):
-        faults.append(f"{arch.kv_heads} KV heads do not split over tensor parallel size {tp}")
-    if arch.ffn % tp:
-        faults.append(f"intermediate size {arch.ffn} does not split over tensor parallel size {tp}")
+    for axis, (parts, _) in cuts.items():
+        present = axis in axes or (axis == "heads" and "kv_heads" in axes)
+        if not present or (axis == "ffn" and "layer" not in arch.layer_kinds) or arch.size(axis) % parts == 0:
+            continue
+        if axis == "kv_heads" and (arch.heads % parts or (replicate_kv and parts % arch.kv_heads == 0)):
+            continue
+        by = {"experts": "expert", "expert_ffn": "expert tensor"}.get(axis, "tensor")
+        size = f"{names[axis]} {arch.size(axis)}" if "size" in names[axis] else f"{arch.size(axis)} {names[axis]}"
+        faults.append(f"{size} {'does' if 'size' in size else 'do'} not split over {by} parallel size {parts}")
     return faults
 
 
@@ -100,46 +134,96 @@ def raise_faults(where: str, faults: Sequence[str]) -> None:
         raise UserError(where, "; ".join(faults))
 
 
-def shard_box(arch: Architecture, tensor: Tensor, tp: int, index: int) -> Box:
-    """The box of shard `index` of `tp`: heads and the feed-forward axis are cut, every other axis is whole.
+def tensor_cuts(tp: int, index: int) -> Cuts:
+    """What tensor parallelism cuts, everywhere but in routed experts."""
+    return dict.fromkeys((*HEADS, *NEURONS), (tp, index))
 
-    Heads are cut as (KV head, query in it) pairs, so a shard may be a part of one KV head's queries; where there are
-    fewer KV heads than shards, neighbouring shards hold the same one.
+
+def expert_cuts(ep: int, index: int, etp: int, tensor_index: int) -> Cuts:
+    """Routed experts go whole to `ep` places, and each is cut into `etp` there."""
+    return {"experts": (ep, index), "expert_ffn": (etp, tensor_index)}
+
+
+def shard_box(arch: Architecture, tensor: Tensor, cuts: Cuts) -> Box:
+    """The box of a tensor that remains after the cuts of its axes; every other axis is whole.
+
+    `kv_heads` is cut together with the axis after it, as (KV head, query in it) pairs, so a shard may be a part of one
+    KV head's queries; where there are fewer KV heads than shards, neighbouring shards hold the same one.
     """
     box = list(whole(tensor.view(arch)))
-    axes = tensor.axes
-    if "kv_heads" in axes:
-        at = axes.index("kv_heads")
-        pair = tensor.view(arch)[at : at + 2]
-        parts = min(tp, prod(pair))
-        part, each = index * parts // tp, prod(pair) // parts
-        (box[at : at + 2],) = cut(pair, part * each, (part + 1) * each)
-    if "ffn" in axes:
-        each = arch.ffn // tp
-        box[axes.index("ffn")] = (index * each, (index + 1) * each)
+    for at, axis in enumerate(tensor.axes):
+        if axis not in cuts:
+            continue
+        parts, index = cuts[axis]
+        if axis == "kv_heads":
+            pair = tensor.view(arch)[at : at + 2]
+            held = min(parts, prod(pair))
+            part, each = index * held // parts, prod(pair) // held
+            (box[at : at + 2],) = cut(pair, part * each, (part + 1) * each)
+        else:
+            each = arch.size(axis) // parts
+            box[at] = (index * each, (index + 1) * each)
     return tuple(box)
 
 
 def sharded_params(
-    arch: Architecture, kind: str, declared: Sequence[Parameter], tp: int, index: int
+    arch: Architecture, kind: str, declared: Sequence[Parameter], cuts: Cuts, cut_fused: bool = False
 ) -> tuple[Param, ...]:
-    """The declared parameters of a unit kind for one tensor-parallel shard."""
+    """The declared parameters of a unit kind for one shard.
+
+    With `cut_fused` more shards than KV heads cut the rows of fused queries, keys and values evenly, be it inside a
+    head, instead of repeating keys and values.
+    """
     tensors = tensors_of(arch, kind)
-    params = []
+    params: list[Param] = []
     for parameter in declared:
         parts = [tensors[name] for name in parameter.tensors]
-        boxes = [(tensor.name, shard_box(arch, tensor, tp, index)) for tensor in parts]
-        pieces = interleave(boxes) if parameter.interleave else stack(boxes)
-        params.append(Param(parameter.name, _matrix(parts, pieces), pieces))
+        if cut_fused and parameter.interleave == "kv_heads" and cuts["kv_heads"][0] > arch.kv_heads:
+            blocks = _fused_rows(arch, parts, *cuts["kv_heads"])
+        else:
+            blocks = [(tensor.name, shard_box(arch, tensor, cuts)) for tensor in parts]
+        params += _laid_out(parameter, parts, blocks)
     return tuple(params)
 
 
-def _matrix(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """Shape of a parameter that puts the rows of its pieces together."""
-    split = len(tensors[0].rows.split())
+def _laid_out(parameter: Parameter, tensors: Sequence[Tensor], blocks: list[tuple[str, Box]]) -> Iterator[Param]:
+    columns = len(tensors[0].columns.split())
+    if "{}" in parameter.name:
+        first, last = blocks[0][1][0]
+        for index in range(last - first):
+            pieces = stack([(name, ((first + index, first + index + 1), *box[1:])) for name, box in blocks])
+            yield Param(parameter.name.format(index), _matrix(columns, pieces), pieces)
+    elif parameter.interleave:
+        pieces = interleave(blocks)
+        shape = _matrix(columns, pieces)
+        experts = len(range(*blocks[0][1][0])) if parameter.interleave == "experts" else 0
+        yield Param(parameter.name, (experts, shape[0] // experts, *shape[1:]) if experts else shape, pieces)
+    else:
+        pieces = stack(blocks)
+        yield Param(parameter.name, _matrix(columns, pieces), pieces)
+
+
+def _matrix(columns: int, pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Shape of a parameter that puts the rows of its pieces together; so many of their last axes are columns."""
     shapes = [shape_of(piece.box) for piece in pieces]
-    rows = sum(prod(shape[:split]) for shape in shapes)
-    return (rows, prod(shapes[0][split:])) if tensors[0].columns else (rows,)
+    rows = sum(prod(shape[: len(shape) - columns]) for shape in shapes)
+    return (rows, prod(shapes[0][-columns:])) if columns else (rows,)
+
+
+def _fused_rows(arch: Architecture, tensors: Sequence[Tensor], parts: int, index: int) -> list[tuple[str, Box]]:
+    """Part `index` of the rows of one KV head's queries, key and value, as boxes in their order."""
+    each = parts // arch.kv_heads
+    head, part = divmod(index, each)
+    views = [tensor.view(arch) for tensor in tensors]
+    rows = sum(prod(view[1:3]) for view in views) // each
+    lo, hi = part * rows, (part + 1) * rows
+    blocks: list[tuple[str, Box]] = []
+    for tensor, view in zip(tensors, views, strict=True):
+        size = prod(view[1:3])
+        boxes = cut(view[1:3], max(lo, 0), min(hi, size))
+        blocks += [(tensor.name, ((head, head + 1), *box, *whole(view[3:]))) for box in boxes]
+        lo, hi = lo - size, hi - size
+    return blocks
 
 
 def vocab_params(arch: Architecture, padded: int, tp: int, index: int) -> tuple[Param, ...]:

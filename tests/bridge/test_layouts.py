@@ -123,8 +123,10 @@ def test_grid_orders() -> None:
 
 def test_kv_heads_and_tensor_parallelism() -> None:
     arch = toy(num_attention_heads=8, num_key_value_heads=2)
-    with pytest.raises(UserError, match="2 KV heads do not split over tensor parallel size 4"):
-        MegatronLayout(arch, tp=4)
+    with pytest.raises(UserError, match="6 KV heads do not split over tensor parallel size 4"):
+        MegatronLayout(toy(num_attention_heads=12, num_key_value_heads=6, intermediate_size=12), tp=4)
+    with pytest.raises(UserError, match="9 fused rows of a KV head do not split over the 2 ranks that share it"):
+        MegatronLayout(toy(num_attention_heads=2, num_key_value_heads=1, head_dim=3), tp=2)
     assert VLLMLayout(arch, tp=4).parameters(0)["model.layers.0.self_attn.qkv_proj.weight"].shape == (4 + 2 + 2, 8)
     with pytest.raises(UserError, match="8 attention heads do not split over tensor parallel size 3"):
         VLLMLayout(toy(num_attention_heads=8, intermediate_size=12, vocab_size=192), tp=3)
@@ -149,7 +151,7 @@ def test_shards_are_what_the_systems_cut(kv_heads: int, tp: int) -> None:
     o, embedding = layer["self_attn.o_proj.weight"], checkpoint["model.embed_tokens.weight"]
     embedding = torch.cat([embedding, embedding.new_zeros(64 - 37, 16)])
     vllm = shards(checkpoint, VLLMLayout(arch, tp))
-    megatron = shards(checkpoint, MegatronLayout(arch, tp)) if tp <= kv_heads else {}
+    megatron = shards(checkpoint, MegatronLayout(arch, tp))
     for t in range(tp):
         mlp = torch.cat([gate.chunk(tp)[t], up.chunk(tp)[t]])
         v = {name.removeprefix("model.layers.1."): tensor for name, tensor in vllm[t].items()}
@@ -162,17 +164,15 @@ def test_shards_are_what_the_systems_cut(kv_heads: int, tp: int) -> None:
             size, at = 4 * max(1, kv_heads // tp), t * kv_heads // tp * 4
             expected = torch.cat([q.chunk(tp)[t], k.narrow(0, at, size), value.narrow(0, at, size)])
             assert torch.equal(v[f"self_attn.qkv_proj.{kind}"], expected)
-            if megatron:
-                heads = zip(q.chunk(kv_heads), k.chunk(kv_heads), value.chunk(kv_heads), strict=True)
-                fused = torch.cat([part for head in heads for part in head])
-                m = megatron[t][f"decoder.layers.1.self_attention.linear_qkv.{kind}"]
-                assert torch.equal(m, fused.chunk(tp)[t])
-        if megatron:
-            m = {name.removeprefix("decoder.layers.1."): tensor for name, tensor in megatron[t].items()}
-            assert torch.equal(m["mlp.linear_fc1.weight"], mlp)
-            assert torch.equal(m["mlp.linear_fc2.weight"], down.chunk(tp, 1)[t])
-            assert torch.equal(m["self_attention.linear_proj.weight"], o.chunk(tp, 1)[t])
-            assert torch.equal(m["embedding.word_embeddings.weight"], embedding.chunk(tp)[t])
+            heads = zip(q.chunk(kv_heads), k.chunk(kv_heads), value.chunk(kv_heads), strict=True)
+            fused = torch.cat([part for head in heads for part in head])  # more ranks than KV heads cut it all the same
+            m = megatron[t][f"decoder.layers.1.self_attention.linear_qkv.{kind}"]
+            assert torch.equal(m, fused.chunk(tp)[t])
+        m = {name.removeprefix("decoder.layers.1."): tensor for name, tensor in megatron[t].items()}
+        assert torch.equal(m["mlp.linear_fc1.weight"], mlp)
+        assert torch.equal(m["mlp.linear_fc2.weight"], down.chunk(tp, 1)[t])
+        assert torch.equal(m["self_attention.linear_proj.weight"], o.chunk(tp, 1)[t])
+        assert torch.equal(m["embedding.word_embeddings.weight"], embedding.chunk(tp)[t])
 
 
 def test_a_shard_may_be_padding_alone() -> None:
@@ -187,3 +187,26 @@ def test_a_tied_checkpoint_may_list_both_matrices() -> None:  # cases.md A04 (i)
     layout = HFLayout(arch, (0,), tied_head=True)
     held = move(HFLayout(arch, (0,)), {0: labelled(arch)}, layout)[0]
     assert torch.equal(held["lm_head.weight"], held["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "expected"),
+    [
+        (8, 2, 2, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),  # cases.md A11
+        (8, 2, 4, [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]),
+    ],
+)
+def test_virtual_stages_alternate(layers: int, pp: int, vpp: int, expected: list[list[list[int]]]) -> None:
+    layout = MegatronLayout(toy(num_hidden_layers=layers), pp=pp, vpp=vpp)
+    for rank, chunks in enumerate(expected):
+        held = [(unit.prefix, unit.canonical) for unit in layout.units(rank) if unit.kind == "layer"]
+        assert held == [
+            (f"{chunk}.decoder.layers.{local}.", f"model.layers.{layer}.")
+            for chunk, layers_of_chunk in enumerate(chunks)
+            for local, layer in enumerate(layers_of_chunk)
+        ]
+
+
+def test_layers_that_do_not_fill_the_stages_are_refused() -> None:  # cases.md A09
+    with pytest.raises(UserError, match="not 80 layers on 16 pipeline stages of 2 chunks: give `stages`"):
+        MegatronLayout(toy(num_hidden_layers=80), pp=16, vpp=2)

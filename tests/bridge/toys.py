@@ -31,6 +31,12 @@ def toy(**overrides: Any) -> Architecture:
     return load_architecture({**CONFIG, **overrides})
 
 
+def toy_experts(**overrides: Any) -> Architecture:
+    """A small Qwen3-MoE: layer 1 of 3 is dense, the others have four experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "mlp_only_layers": [1]}
+    return toy(**{"model_type": "qwen3_moe", "num_hidden_layers": 3, **experts, **overrides})
+
+
 def empty(layout: Layout, rank: int, dtype: torch.dtype = torch.int32, fill: int = -1) -> dict[str, Tensor]:
     """A rank's tensors, filled with what no weight is."""
     return {name: torch.full(param.shape, fill, dtype=dtype) for name, param in layout.parameters(rank).items()}

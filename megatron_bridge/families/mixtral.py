@@ -1,0 +1,38 @@
+"""Mixtral: Llama's attention, and routed experts in every layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_bridge.families.architecture import Experts
+from megatron_bridge.families.declare import Family
+from megatron_bridge.families.experts import routed, router
+from megatron_bridge.families.llama import ATTENTION, OUTER, unsupported
+
+
+def facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts as wide as the config's feed-forward part, in every layer."""
+    experts = Experts(
+        count=int(config["num_local_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        ffn=int(config["intermediate_size"]),
+    )
+    return {"layer_kinds": ("moe",) * int(config["num_hidden_layers"]), "experts": experts}
+
+
+def limits(config: Mapping[str, Any]) -> list[str]:
+    """Faults of a config: Llama's, and window attention."""
+    window = config.get("sliding_window")
+    return unsupported(config) + ([f"sliding_window is {window}: it is not supported"] if window else [])
+
+
+MIXTRAL = Family(
+    "mixtral",
+    {
+        **OUTER,
+        "moe": ATTENTION + router("block_sparse_moe.gate.weight"),
+        "experts": routed("w1", "w3", "w2"),
+    },
+    check=limits,
+    facts=facts,
+    experts_prefix="block_sparse_moe.experts.",
+)

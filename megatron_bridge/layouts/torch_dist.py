@@ -1,0 +1,260 @@
+"""The layout of a `torch_dist` checkpoint: Megatron's whole tensors, each cut into boxes that lie in files.
+
+Parameters are those of a Megatron model on one rank, layers numbered through; box `i` of parameter `x` is named `x@i`.
+Under which key of the checkpoint a parameter is stored, alone or stacked with those of other layers and experts, is
+said here too; files are left to `distcp`.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from megatron_bridge.boxes import Box, Dims, Param, Piece, row_major, shape_of, volume, whole
+from megatron_bridge.families import Architecture
+from megatron_bridge.layouts.layout import Layout, Unit
+from megatron_bridge.layouts.megatron import MegatronLayout
+
+Grids = tuple[tuple[str, tuple[tuple[str, tuple[Box, ...]], ...]], ...]  # kind -> parameter -> its boxes
+
+LOCAL_SPEC_KEYS = {  # megatron's local spec stores its norms under Transformer Engine's names (of dense layers)
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+LAYER, EXPERT = re.compile(r"^decoder\.layers\.(\d+)\."), re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+IGNORED = re.compile(r"(.*\.)?(optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler)(\..*|/.*)?")
+GATED = ("_w", "_v")  # gate and up projection, where each has a key of its own
+
+
+@dataclass(frozen=True)
+class TorchDistLayout(Layout):
+    """A checkpoint whose parameters are cut as `grids` says, unit kind by unit kind.
+
+    As a source each rank of `ranks` reads whatever it needs, so each holds everything. As a destination `owners` names
+    the rank that writes each unit of `all_units`.
+    """
+
+    arch: Architecture
+    ranks: tuple[int, ...]
+    grids: Grids
+    owners: tuple[int, ...] | None = None
+
+    @property
+    def all_units(self) -> tuple[Unit, ...]:
+        """The units of a checkpoint in the order of the forward pass."""
+        return one_rank(self.arch).units(0)
+
+    def shard(self, rank: int, kind: str) -> Hashable:
+        return 0
+
+    def units(self, rank: int) -> tuple[Unit, ...]:
+        if self.owners is not None:
+            return tuple(unit for unit, owner in zip(self.all_units, self.owners, strict=True) if owner == rank)
+        return self.all_units if rank in self.ranks else ()
+
+    def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
+        return self._params[kind]
+
+    @cached_property
+    def _params(self) -> dict[str, tuple[Param, ...]]:
+        """The boxes of one unit of each kind as parameters."""
+        return {
+            kind: tuple(
+                window(param, box, f"{name}@{i}")
+                for name, boxes in grid
+                for param in [padded(whole_params(self.arch, kind)[name], max(box[0][1] for box in boxes))]
+                for i, box in enumerate(boxes)
+            )
+            for kind, grid in self.grids
+        }
+
+    @cached_property
+    def boxes(self) -> Mapping[str, tuple[Box, ...]]:
+        """The boxes of each parameter by its full name."""
+        return {unit.prefix + name: boxes for unit in self.all_units for name, boxes in dict(self.grids)[unit.kind]}
+
+
+@lru_cache(maxsize=16)
+def one_rank(arch: Architecture) -> MegatronLayout:
+    """The layout of a whole model on one rank, whose names and shapes a checkpoint's keys go back to."""
+    return MegatronLayout(arch)
+
+
+def whole_params(arch: Architecture, kind: str) -> dict[str, Param]:
+    """The uncut parameters of a unit kind by name; a vocabulary without padding."""
+    base = one_rank(arch)
+    params = base.params(kind, base.shard(0, kind))
+    return {param.name: padded(param, param.shape[0] - param.padding // prod(param.shape[1:])) for param in params}
+
+
+def padded(param: Param, rows: int) -> Param:
+    """A parameter made up to so many rows by padding, if it has fewer."""
+    missing = max(0, rows - param.shape[0])
+    return param._replace(
+        shape=(param.shape[0] + missing, *param.shape[1:]), padding=param.padding + missing * prod(param.shape[1:])
+    )
+
+
+# ---------------------------------------------------------------- boxes of a parameter
+def window(param: Param, box: Box, name: str) -> Param:
+    """What a parameter holds inside a box of it, as a contiguous parameter of the box's shape."""
+    pieces = tuple(piece for held in param.pieces for piece in _pieces_within(held, param.shape, box))
+    return Param(name, shape_of(box), pieces, volume(box) - sum(volume(piece.box) for piece in pieces))
+
+
+def _pieces_within(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[Piece]:
+    """The parts of a piece inside a box of its parameter.
+
+    Each axis of the piece steps along one dimension of the parameter, so dimensions are taken one by one.
+    """
+    outer, inner = row_major(shape), row_major(shape_of(box))
+    along = [_dimension(stride, outer) for stride in piece.strides]
+    lengths, steps = shape_of(piece.box), [stride // outer[d] for stride, d in zip(piece.strides, along, strict=True)]
+    choices = []
+    for d, (lo, hi) in enumerate(box):
+        dims = tuple((n, s) for n, s, axis in zip(lengths, steps, along, strict=True) if axis == d)
+        choices.append(list(_within(dims, piece.offset // outer[d] % shape[d], lo, hi)))
+    for chosen in product(*choices):
+        at = sum((start - lo) * stride for (start, _), (lo, _), stride in zip(chosen, box, inner, strict=True))
+        taken = [iter(intervals) for _, intervals in chosen]
+        local = [next(taken[d]) for d in along]
+        held = tuple((a + lo, b + lo) for (lo, _), (a, b) in zip(piece.box, local, strict=True))
+        yield Piece(piece.name, held, at, tuple(s * inner[d] for s, d in zip(steps, along, strict=True)))
+
+
+def _dimension(stride: int, strides: Sequence[int]) -> int:
+    return next(d for d, step in enumerate(strides) if step <= stride or d == len(strides) - 1)
+
+
+def _within(dims: Dims, at: int, lo: int, hi: int) -> Iterator[tuple[int, Box]]:
+    """Boxes over nested axes whose elements, `at` plus steps, all lie in [lo, hi), each with its first element's place.
+
+    What is wholly inside is one box; at either side of it one index may be inside in part.
+    """
+    if not dims:
+        if lo <= at < hi:
+            yield at, ()
+        return
+    (n, step), rest = dims[0], dims[1:]
+    extent = 1 + sum((m - 1) * s for m, s in rest)
+    first, last = max(0, -((at - lo) // step)), min(n, (hi - extent - at) // step + 1)
+    begin, end = max(0, (lo - at - extent) // step + 1), min(n, -((at - hi) // step))
+    for i in range(begin, min(first, end)):
+        yield from _inside(rest, at, i, step, lo, hi)
+    if first < last:
+        yield at + first * step, ((first, last), *whole(m for m, _ in rest))
+    for i in range(max(begin, first, last), end):
+        yield from _inside(rest, at, i, step, lo, hi)
+
+
+def _inside(rest: Dims, at: int, i: int, step: int, lo: int, hi: int) -> Iterator[tuple[int, Box]]:
+    for start, box in _within(rest, at + i * step, lo, hi):
+        yield start, ((i, i + 1), *box)
+
+
+# ---------------------------------------------------------------- how a checkpoint is cut
+def cut_grids(layout: MegatronLayout, most: int) -> Grids:
+    """The grid in which a Megatron layout's ranks would save their shards, cut further along the rows.
+
+    No box has more than `most` elements, unless one row has. The vocabulary has the layout's padding.
+    """
+    kinds = dict.fromkeys(unit.kind for unit in one_rank(layout.arch).units(0))
+    return tuple((kind, tuple(_grid(layout, kind, most))) for kind in kinds)
+
+
+def _grid(layout: MegatronLayout, kind: str, most: int) -> Iterator[tuple[str, tuple[Box, ...]]]:
+    shards = {
+        param.name: param.shape for param in one_layout_names(layout).params(kind, layout.shard(layout.ranks[0], kind))
+    }
+    for name, param in whole_params(layout.arch, kind).items():
+        shape = padded(param, layout.padded_vocab).shape if kind == "vocab" else param.shape
+        held = shards[name if name in shards else re.sub(r"\d+", "0", name)]
+        parts = [n // m for n, m in zip(shape, held, strict=True)]
+        if parts[0] > 1 and len(param.pieces) > 1 and param.pieces[0].strides[0] == volume(param.pieces[0].box[1:]):
+            parts[0] *= len(param.pieces)  # gate and up projection are cut one by one
+        yield name, tuple(_cut(shape, parts, most))
+
+
+def one_layout_names(layout: MegatronLayout) -> MegatronLayout:
+    """The same shards under the names of `one_rank`."""
+    return MegatronLayout(
+        layout.arch, layout.tp, layout.pp, layout.dp, layout.ranks, layout.order, layout.stages,
+        vocab_multiple=layout.vocab_multiple, vpp=layout.vpp, cp=layout.cp, ep=layout.ep, etp=layout.etp,
+    )  # fmt: skip
+
+
+def _cut(shape: Sequence[int], parts: Sequence[int], most: int) -> Iterator[Box]:
+    """The boxes of an even grid, each cut along its rows until it has at most `most` elements."""
+    sizes = [n // k for n, k in zip(shape, parts, strict=True)]
+    rows = max(1, most // prod(sizes[1:]))
+    for place in product(*map(range, parts)):
+        box = [(i * n, (i + 1) * n) for i, n in zip(place, sizes, strict=True)]
+        for lo in range(*box[0], rows):
+            yield ((lo, min(lo + rows, box[0][1])), *box[1:])
+
+
+# ---------------------------------------------------------------- keys
+class Stored(NamedTuple):
+    """Where a parameter is stored: a key, and its index along the axes that the key's tensor has before its own.
+
+    `lead` are these axes' lengths. `part` is the place among the parts of a parameter that is stored in several keys.
+    """
+
+    key: str
+    index: tuple[int, ...] = ()
+    lead: tuple[int, ...] = ()
+    part: int = 0
+
+
+def key_names(arch: Architecture, kind: str) -> dict[str, tuple[str, ...]]:
+    """The names that a parameter of a unit kind may have in keys, by its name in the local spec.
+
+    First those that the stock specs ask for, of Transformer Engine and local; then its own name.
+    """
+    base = one_rank(arch)
+    te = MegatronLayout(arch, spec="te").params(kind, base.shard(0, kind))
+    names = {}
+    for param, fused in zip(base.params(kind, base.shard(0, kind)), te, strict=True):
+        mapped = param.name
+        for prefix, other in LOCAL_SPEC_KEYS.items():
+            if mapped.startswith(prefix):
+                mapped = other + mapped.removeprefix(prefix)
+        names[param.name] = tuple(dict.fromkeys((fused.name, mapped, param.name)))
+    return names
+
+
+def written_names(arch: Architecture, kind: str) -> dict[str, tuple[str, ...]]:
+    """The names under which a parameter is written: one where both stock specs agree, else all that one may ask for."""
+    return {
+        name: names[:1] if len(names) == 1 or (len(names) == 2 and names[1] == name) else names
+        for name, names in key_names(arch, kind).items()
+    }
+
+
+def stored(arch: Architecture, name: str, homogeneous: bool) -> Stored:
+    """Where a parameter of this full name is stored.
+
+    In a homogeneous checkpoint layers are stacked; experts always are.
+    """
+    index: tuple[int, ...] = ()
+    lead: tuple[int, ...] = ()
+    if homogeneous and (layer := LAYER.match(name)):
+        index, lead = (int(layer[1]),), (arch.layers,)
+        name = LAYER.sub("decoder.layers.", name)
+    if (expert := EXPERT.search(name)) and arch.experts is not None:
+        index, lead = (*index, int(expert[1])), (*lead, arch.experts.count)
+        name = EXPERT.sub("mlp.experts.experts.", name)
+    return Stored(name, index, lead)
+
+
+def candidates(arch: Architecture, name: str) -> Iterator[tuple[Stored, ...]]:
+    """Every way in which a parameter of this full name may be stored, as the places of its parts one after another."""
+    for homogeneous in (True, False):
+        yield (stored(arch, name, homogeneous),)
+    yield tuple(Stored(f"{name}{suffix}", part=i) for i, suffix in enumerate(GATED))
+    single = EXPERT.sub(r"mlp.experts.experts.\1.", name)
+    yield (Stored(single),)
+    yield tuple(Stored(f"{single}{suffix}", part=i) for i, suffix in enumerate(GATED))
