@@ -125,8 +125,8 @@ def test_kv_heads_and_tensor_parallelism() -> None:
     arch = toy(num_attention_heads=8, num_key_value_heads=2)
     with pytest.raises(UserError, match="6 KV heads do not split over tensor parallel size 4"):
         MegatronLayout(toy(num_attention_heads=12, num_key_value_heads=6, intermediate_size=12), tp=4)
-    with pytest.raises(UserError, match="9 fused rows of a KV head do not split over the 2 ranks that share it"):
-        MegatronLayout(toy(num_attention_heads=2, num_key_value_heads=1, head_dim=3), tp=2)
+    with pytest.raises(UserError, match="20 fused rows of a KV head do not split over the 8 ranks that share it"):
+        MegatronLayout(toy(num_attention_heads=8, num_key_value_heads=1), tp=8)
     assert VLLMLayout(arch, tp=4).parameters(0)["model.layers.0.self_attn.qkv_proj.weight"].shape == (4 + 2 + 2, 8)
     with pytest.raises(UserError, match="8 attention heads do not split over tensor parallel size 3"):
         VLLMLayout(toy(num_attention_heads=8, intermediate_size=12, vocab_size=192), tp=3)
