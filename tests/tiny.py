@@ -13,7 +13,16 @@ VOCAB = 500
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4, "head_dim": 32},
     "qwen2": {"num_hidden_layers": 4},
-}
+    "qwen3": {"num_hidden_layers": 4, "head_dim": 32},
+    "qwen3_moe": {  # layer 1 is dense
+        "num_hidden_layers": 4, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "moe_intermediate_size": 64, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+    },
+    "mixtral": {
+        "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+}  # fmt: skip
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -42,7 +51,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, **overrides: Any) -> None:
-    """A random model of `family` (llama, qwen2) with weights large enough that a misplaced row changes the logits."""
+    """A random model of `family` (a key of SHAPES) with weights large enough that a misplaced row changes the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
