@@ -15,3 +15,7 @@ class UserError(Exception):
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
         return type(self), (self.where, self.message)
+
+
+class SyncError(RuntimeError):
+    """A transfer did not arrive whole: what it wrote to may hold old and new weights, and must not be used."""

@@ -1,23 +1,24 @@
 """Carries a plan out: local copies from parameter to parameter, everything else through capped buckets.
 
-Each round packs one bucket, exchanges it with one `all_to_all_single` and unpacks it straight into the destination's
-storage, the next bucket being packed meanwhile. No full tensor is ever staged. What to copy is left to `plan`, in
-which order to `streams`.
+No full tensor is ever staged. What to copy is left to `plan`, how to `copies`, the messages between ranks to `exchange`
+and what all ranks must have in common to `agreement`.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.agreement import gather_faults, loses_precision, require_agreement
+from megatron_bridge.copies import FusedCopies
+from megatron_bridge.errors import SyncError
+from megatron_bridge.exchange import Buckets, Exchange
+from megatron_bridge.groups import Group, device_of, or_default
 from megatron_bridge.layouts.layout import Layout, raise_faults
 from megatron_bridge.plan import Plan, make_plan
-from megatron_bridge.streams import Message, compact, messages
+from megatron_bridge.streams import ALIGNMENT, compact, messages, rounds
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
@@ -32,14 +33,24 @@ class Traffic:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What a rank does in one phase of a plan."""
+
+    local: FusedCopies
+    exchange: Exchange
+
+
 class Transfer:
     """A plan bound to this rank's tensors; `run` may be called any number of times, by all ranks together.
 
     `source` and `target` map the layouts' parameter names to tensors, empty where the rank holds none. Tensors are
     looked at anew in each run, so a parameter whose storage was replaced needs no rebinding. `dtype` is what is sent;
-    senders cast to it. It must hold every target dtype without loss, so that local and received values agree.
-    `bucket_bytes` caps what a rank sends and what it receives in one round; two rounds are in flight. Buckets live
-    where the group's backend can send from.
+    senders cast to it, receivers from it. It must be exact for the source or for the target tensors: what arrives is
+    then the source cast to the target's type, as local copies are. `group` is a process group or what
+    `worlds.connect_worlds` returned, by default the process's default group. `bucket_bytes` caps what a rank sends and
+    what it receives in one round; four such buckets are taken, or less if the plan needs less, and kept until
+    `release`. With `checksum` what arrives is compared with what was sent. All ranks must give the same settings.
     """
 
     def __init__(
@@ -50,109 +61,88 @@ class Transfer:
         *,
         rank: int,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        checksum: bool = False,
     ) -> None:
         if plan.itemsize != dtype.itemsize:
             raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
         self.plan, self.dtype, self.group = plan, dtype, group
+        self._rank, self.checksum = rank, checksum
         self.source = check_tensors(plan.source, rank, source)
         self.target = check_tensors(plan.target, rank, target)
-        for name, tensor in self.target.items():
-            if torch.promote_types(dtype, tensor.dtype) != dtype:
-                raise ValueError(f"{name} is {tensor.dtype}: sending it as {dtype} would lose precision")
-        self.device = _device_of(group)
-        self.rounds = plan.rounds(bucket_bytes)
+        if lost := loses_precision(dtype, self.source, self.target):
+            raise ValueError(lost)
         self._padding = plan.target.padding(rank)
-        self._local = list(compact(plan.into(rank, rank)))
-        self.sends = {
-            peer: messages(compact(plan.into(peer, rank)), self.rounds, "source") for peer in plan.targets(rank)
-        }
-        self.receives = {
-            peer: messages(compact(plan.into(rank, peer)), self.rounds, "target") for peer in plan.sources(rank)
-        }
+        self.buckets = Buckets(device_of(group), dtype)
+        self.phases = [self._phase(phase, bucket_bytes) for phase in range(plan.phases)]
+        self.rounds = sum(len(phase.exchange.rounds) for phase in self.phases)
+        self._agreed = not self.rounds
 
-    @torch.no_grad()
+    def _phase(self, phase: int, bucket_bytes: int) -> Phase:
+        """The copies of phase 0 start at the source's tensors, those of later ones at what was filled before."""
+        plan, rank, source = self.plan, self._rank, self.target if phase else self.source
+        count, multiple = rounds(plan, bucket_bytes, phase, self.checksum), max(1, ALIGNMENT // plan.itemsize)
+        sends = {
+            peer: messages(compact(plan.into(peer, rank, phase)), count, "source", multiple)
+            for peer in plan.targets(rank, phase)
+        }
+        receives = {
+            peer: messages(compact(plan.into(rank, peer, phase)), count, "target", multiple)
+            for peer in plan.sources(rank, phase)
+        }
+        return Phase(
+            FusedCopies(compact(plan.into(rank, rank, phase)), source, self.target),
+            Exchange(
+                sends, receives, source, self.target, self.buckets, rank=rank, rounds=count, digests=self.checksum
+            ),
+        )
+
     def run(self) -> Traffic:
-        """Fill the target tensors, padding with zeros; returns when they hold the weights."""
+        """Fill the target tensors, padding with zeros; returns when they hold the weights.
+
+        SyncError if a peer is gone or silent, or (with `checksum`, on all ranks) if something else arrived than was
+        sent; the target is then not to be used.
+        """
+        group = or_default(self.group)
+        if not self._agreed:
+            require_agreement(self, group)
+            self._agreed = True
         begin = time.perf_counter()
-        received = sent = 0
-        in_flight = self._send(0) if self.rounds else None
-        local = self.copy_local()
-        for k in range(self.rounds):
-            following = self._send(k + 1) if k + 1 < self.rounds else None
-            assert in_flight is not None
-            in_flight.work.wait()
-            received += self.unpack(k, in_flight.incoming)
-            sent += in_flight.outgoing.numel()
-            in_flight = following
+        for phase in self.phases:
+            phase.exchange.run(group, phase.local.run)
         self.zero_padding()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        for device in {tensor.device for tensor in (*self.source.values(), *self.target.values()) if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begin
+        if self.checksum and self.rounds:
+            self._verify(group)
+        return self.traffic(seconds)
+
+    def traffic(self, seconds: float) -> Traffic:
+        """What each run moves on this rank."""
+        local = sum(phase.local.elements for phase in self.phases)
+        received = sum(phase.exchange.received for phase in self.phases)
+        sent = sum(phase.exchange.sent for phase in self.phases)
         size = self.dtype.itemsize
-        return Traffic(local * size, received * size, sent * size, time.perf_counter() - begin)
+        return Traffic(local * size, received * size, sent * size, seconds)
 
-    def copy_local(self) -> int:
-        """Copy what this rank holds itself, from parameter to parameter; returns the number of elements."""
-        copied = 0
-        for shape, source, target in self._local:
-            part = _region(self.target[target.parameter], shape, target.strides, target.offset)
-            part.copy_(_region(self.source[source.parameter], shape, source.strides, source.offset))
-            copied += part.numel()
-        return copied
-
-    def pack(self, k: int) -> Tensor:
-        """The bucket that this rank sends in round k: its messages, by ascending peer."""
-        bucket = self._bucket(self.sends, k)
-        for message, tensor in _by_peer(self.sends, k, bucket):
-            for name, shape, strides, offset, at in message.regions:
-                tensor[at : at + prod(shape)].view(shape).copy_(_region(self.source[name], shape, strides, offset))
-        return bucket
-
-    def unpack(self, k: int, bucket: Tensor) -> int:
-        """Write the bucket received in round k into the target; returns the number of elements."""
-        copied = 0
-        for message, tensor in _by_peer(self.receives, k, bucket):
-            for name, shape, strides, offset, at in message.regions:
-                part = _region(self.target[name], shape, strides, offset)
-                part.copy_(tensor[at : at + prod(shape)].view(shape))
-                copied += part.numel()
-        return copied
+    def _verify(self, group: Group) -> None:
+        faults = [fault for phase in self.phases for fault in phase.exchange.faults()]
+        elsewhere = gather_faults(group, len(faults))
+        if faults:
+            raise SyncError("other bytes arrived than were sent: " + "; ".join(faults))
+        if elsewhere:
+            raise SyncError(f"other bytes arrived at ranks {elsewhere} than were sent")
 
     def zero_padding(self) -> None:
         """Zero the vocabulary rows that no token has."""
         for name, elements in self._padding.items():
             self.target[name].detach().view(-1)[-elements:].zero_()
 
-    def _send(self, k: int) -> "_Exchange":
-        outgoing, incoming = self.pack(k), self._bucket(self.receives, k)
-        work = dist.all_to_all_single(
-            incoming.view(torch.uint8),  # bytes, as not every backend exchanges every dtype
-            outgoing.view(torch.uint8),
-            self._split_bytes(self.receives, k),
-            self._split_bytes(self.sends, k),
-            group=self.group,
-            async_op=True,
-        )
-        return _Exchange(work, outgoing, incoming)
-
-    def _bucket(self, streams: "_Streams", k: int) -> Tensor:
-        return torch.empty(sum(stream[k].elements for stream in streams.values()), dtype=self.dtype, device=self.device)
-
-    def _split_bytes(self, streams: "_Streams", k: int) -> list[int]:
-        sizes = [0] * dist.get_world_size(self.group)
-        for peer, stream in streams.items():
-            sizes[peer] = stream[k].elements * self.dtype.itemsize
-        return sizes
-
-
-_Streams = dict[int, list[Message]]  # peer, ascending -> its message of each round
-
-
-class _Exchange(NamedTuple):
-    work: dist.Work
-    outgoing: Tensor
-    incoming: Tensor
+    def release(self) -> None:
+        """Give the buckets' memory back; the next run takes it again."""
+        self.buckets.release()
 
 
 def connect(
@@ -163,13 +153,16 @@ def connect(
     *,
     rank: int,
     dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ranks_per_node: int = 8,
+    checksum: bool = False,
 ) -> Transfer:
     """A transfer between two layouts' tensors, planned and bound: build it once, run it whenever weights changed."""
     plan = make_plan(source_layout, target_layout, itemsize=dtype.itemsize, ranks_per_node=ranks_per_node)
-    return Transfer(plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes)
+    return Transfer(
+        plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes, checksum=checksum
+    )
 
 
 def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,21 +179,3 @@ def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> d
     faults += [f"{name} has no place in the layout" for name in tensors if name not in wanted]
     raise_faults(f"{type(layout).__name__} on rank {rank}", faults)
     return {name: tensors[name] for name in wanted}
-
-
-def _by_peer(streams: _Streams, k: int, bucket: Tensor) -> Iterator[tuple[Message, Tensor]]:
-    begin = 0
-    for stream in streams.values():
-        yield stream[k], bucket[begin : begin + stream[k].elements]
-        begin += stream[k].elements
-
-
-def _region(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    if dist.is_initialized() and "nccl" in dist.get_backend_config(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

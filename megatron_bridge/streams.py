@@ -1,7 +1,8 @@
-"""In which order elements travel between two ranks, and how their stream is cut into rounds.
+"""In which order elements travel between two ranks, how their stream is cut into rounds, and where messages lie.
 
-Sender and receiver both derive the stream from the plan's copies, so the messages need no header. This module is
-integers only; packing and exchanging tensors is left to `execute`.
+Sender and receiver both derive the stream from the plan's copies, so messages need no header. A message is seen as
+copies whose other end is the place `BUCKET`. This module is integers only; packing and exchanging tensors is left to
+`exchange`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,26 +11,57 @@ from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
-from megatron_bridge.boxes import cut, merged, shape_of, volume
-from megatron_bridge.plan import Copy, Place
+from megatron_bridge.boxes import cut, merged, row_major, shape_of, volume
+from megatron_bridge.plan import Copy, Place, Plan
 
-
-class Region(NamedTuple):
-    """A strided region of a parameter and where its elements, row-major, begin in a message."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    message_offset: int
+BUCKET = "bucket"  # in copies between a parameter and a message, the name of the message's end
+ALIGNMENT = 16  # bytes: messages begin, and streams are cut, where the widest loads of a GPU may begin
+DIGEST_BYTES = 16
 
 
 @dataclass
 class Message:
-    """What one rank sends another in one round: `elements` of them, seen as regions at one of the two ends."""
+    """What one rank sends another in one round: `elements` of them, as copies at one of the two ends."""
 
     elements: int = 0
-    regions: list[Region] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters that a message fills or comes from, in its order."""
+        ends = ((copy.source.parameter, copy.target.parameter) for copy in self.copies)
+        return list(dict.fromkeys(name for pair in ends for name in pair if name != BUCKET))
+
+
+class Slot(NamedTuple):
+    """Where one peer's message lies in a bucket, in bytes; its digest, if any, is at the end."""
+
+    peer: int
+    begin: int
+    nbytes: int
+
+
+Streams = dict[int, list[Message]]  # peer, ascending -> its message of each round
+
+
+def rounds(plan: Plan, bucket_bytes: int, phase: int, digests: bool) -> int:
+    """Exchanges of a phase, so that no bucket takes more than `bucket_bytes`, alignment and digests included.
+
+    The plan keeps one element a peer free. Asked in units of the bytes that a peer's message may take besides its
+    share, it keeps those free instead.
+    """
+    slack = ALIGNMENT + DIGEST_BYTES * digests
+    return -(-plan.rounds(bucket_bytes * plan.itemsize // slack, phase) // (slack // plan.itemsize))
+
+
+def slots(streams: Streams, k: int, itemsize: int, digests: bool) -> list[Slot]:
+    """The messages of round k side by side in a bucket, by ascending peer."""
+    found, begin = [], 0
+    for peer, stream in streams.items():
+        nbytes = -(-stream[k].elements * itemsize // ALIGNMENT) * ALIGNMENT + DIGEST_BYTES * digests
+        found.append(Slot(peer, begin, nbytes))
+        begin += nbytes
+    return found
 
 
 def compact(copies: Iterable[Copy]) -> Iterator[Copy]:
@@ -60,14 +92,14 @@ def _runs_on(a: Copy, b: Copy) -> bool:
     )
 
 
-def messages(copies: Iterable[Copy], rounds: int, end: Literal["source", "target"]) -> list[Message]:
-    """The stream of `copies` cut into `rounds` messages of equal size, up to one element, as one end sees them.
+def messages(copies: Iterable[Copy], rounds: int, end: Literal["source", "target"], multiple: int = 1) -> list[Message]:
+    """The stream of `copies` cut into `rounds` messages of about equal size, as one end sees them.
 
-    Message k holds elements [k·n // rounds, (k + 1)·n // rounds) of the n that the copies have in all.
+    Cuts are where a multiple of `multiple` elements ends. Places in the messages are relative to their beginning.
     """
     listed = list(copies)
     total = sum(prod(copy.shape) for copy in listed)
-    bounds = [k * total // rounds for k in range(rounds + 1)]
+    bounds = [min(total, -(-k * total // (rounds * multiple)) * multiple) for k in range(rounds + 1)]
     out = [Message(hi - lo) for lo, hi in pairwise(bounds)]
     begin = k = 0
     for copy in listed:
@@ -77,14 +109,16 @@ def messages(copies: Iterable[Copy], rounds: int, end: Literal["source", "target
                 k += 1
             hi = min(size, bounds[k + 1] - begin)
             place: Place = getattr(copy, end)
-            out[k].regions += _regions(copy.shape, place, lo, hi, begin + lo - bounds[k])
+            out[k].copies += map(_flatten, _parts(copy.shape, place, lo, hi, begin + lo - bounds[k], end == "source"))
             lo = hi
         begin += size
     return out
 
 
-def _regions(shape: Sequence[int], place: Place, lo: int, hi: int, at: int) -> Iterator[Region]:
+def _parts(shape: Sequence[int], place: Place, lo: int, hi: int, at: int, packing: bool) -> Iterator[Copy]:
+    """The elements [lo, hi) of a strided region to or from a message, where they begin at `at`."""
     for box in cut(shape, lo, hi):
         offset = place.offset + sum(start * stride for (start, _), stride in zip(box, place.strides, strict=True))
-        yield Region(place.parameter, shape_of(box), place.strides, offset, at)
+        ends = place._replace(offset=offset), Place(place.rank, BUCKET, at, row_major(shape_of(box)))
+        yield Copy(shape_of(box), *(ends if packing else ends[::-1]))
         at += volume(box)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.exchange import Exchange
 from megatron_bridge.execute import Traffic, Transfer
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.layouts import HFLayout, Layout
@@ -64,24 +65,30 @@ def transfer(plan: Plan, source: Stores, target: Stores, bucket_bytes: int = 2**
         r: Transfer(plan, source.get(r, {}), target.get(r, {}), rank=r, dtype=dtype, bucket_bytes=bucket_bytes)
         for r in ranks
     }
-    local = {r: bound[r].copy_local() for r in ranks}
-    received, sent = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-    for k in range(plan.rounds(bucket_bytes)):
-        messages = {}
+    for phase in range(plan.phases):
+        exchanges = {r: bound[r].phases[phase].exchange for r in ranks}
         for r in ranks:
-            bucket = bound[r].pack(k)
-            sizes = [stream[k].elements for stream in bound[r].sends.values()]
-            messages |= {(r, peer): part for peer, part in zip(bound[r].sends, bucket.split(sizes), strict=True)}
-            sent[r] += bucket.numel()
-            assert bucket.nbytes <= bucket_bytes
-        for r in ranks:
-            incoming = torch.cat([torch.empty(0, dtype=dtype), *(messages[peer, r] for peer in bound[r].receives)])
-            received[r] += bound[r].unpack(k, incoming)
-            assert incoming.nbytes <= bucket_bytes
+            bound[r].phases[phase].local.run()
+        for k in range(len(exchanges[ranks[0]].rounds)):
+            _exchange(exchanges, k, bucket_bytes)
     for r in ranks:
         bound[r].zero_padding()
-    size = dtype.itemsize
-    return {r: Traffic(local[r] * size, received[r] * size, sent[r] * size, 0.0) for r in ranks}
+    return {r: bound[r].traffic(0.0) for r in ranks}
+
+
+def _exchange(exchanges: Mapping[int, Exchange], k: int, bucket_bytes: int) -> None:
+    messages: dict[tuple[int, int], Tensor] = {}
+    for r, exchange in exchanges.items():
+        bucket = exchange.pack(k)
+        assert bucket.nbytes <= bucket_bytes
+        messages |= {(r, slot.peer): bucket[slot.begin :][: slot.nbytes] for slot in exchange.rounds[k].sends}
+    for r, exchange in exchanges.items():
+        bucket = exchange.incoming(k)
+        assert bucket.nbytes <= bucket_bytes
+        for slot in exchange.rounds[k].receives:
+            bucket[slot.begin :][: slot.nbytes] = messages.pop((slot.peer, r))
+        exchange.unpack(k)
+    assert not messages
 
 
 def move(source_layout: Layout, source: Stores, target_layout: Layout, bucket_bytes: int = 2**20) -> Stores:
