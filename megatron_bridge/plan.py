@@ -1,19 +1,24 @@
 """Who sends what: the intersection of two layouts, as a pure function that every rank computes alike.
 
 For every box that a rank needs the plan names the cheapest place that holds it: the rank itself, then its own node,
-then the least loaded replica. Units (layers) whose holders are the same share every decision. Nothing here communicates
-or touches a tensor; carrying a plan out is left to `execute`.
+then the least loaded replica. What several ranks of a node need from elsewhere crosses the network once and goes from
+rank to rank inside the node in a second phase. Units (layers) whose holders and needers are the same share every
+decision. Nothing here communicates or touches a tensor; carrying a plan out is left to `execute`, box algebra inside a
+node to `meeting`, the choice among replicas to `balance`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from megatron_bridge.boxes import Box, Piece, meet, minus, shape_of, tiles, volume
+from megatron_bridge.balance import Task, split_evenly, spread
+from megatron_bridge.boxes import Box, cut, shape_of, tiles, volume
 from megatron_bridge.errors import UserError
 from megatron_bridge.layouts.layout import Layout, Unit, canonical_units, tensors_of
+from megatron_bridge.meeting import Meeting, Need, Part, Slices
 
 
 class Place(NamedTuple):
@@ -33,27 +38,35 @@ class Copy(NamedTuple):
     target: Place
 
 
-class Part(NamedTuple):
-    """A box of one unit kind that some shards hold and one shard wants, with its parameter and piece on both sides."""
-
-    box: Box
-    source_param: str
-    source_piece: Piece
-    target_param: str
-    target_piece: Piece
-
-
 class Group(NamedTuple):
-    """Units of one kind held by the same ranks."""
+    """Units of one kind held by the same ranks: these by the shard they hold, and by node."""
 
     kind: str
-    ranks: frozenset[int]
     shards: tuple[Hashable, ...]
+    ranks: dict[Hashable, list[int]]
+    nodes: dict[int, Slices]
 
 
-Shards = tuple[Hashable, ...]  # the source shards that all hold the same boxes
-Parts = dict[Shards, tuple[int, list[Part]]]  # with the number of elements
-Wanted = dict[int, list[tuple[str, str]]]  # group -> (canonical prefix, prefix at the target) of its units
+class Bundle(NamedTuple):
+    """Units of one group that the same ranks of a node want, by their canonical prefixes.
+
+    A rank may want a unit twice, as two parameters; `turn` counts the times.
+    """
+
+    group: int
+    turn: int
+    members: tuple[int, ...]
+    units: tuple[str, ...]
+
+
+class Share(NamedTuple):
+    """Elements [begin, end) of the boxes `need` of all units of a bundle, taken one after another, from one rank."""
+
+    bundle: Bundle
+    need: Need
+    begin: int
+    end: int
+    source: int
 
 
 @lru_cache(maxsize=16)
@@ -69,124 +82,139 @@ class Plan:
     """All copies that fill the target layout. `traffic[s, t]` counts elements from rank s to rank t, s = t too.
 
     A plan has one or two phases, one after the other. Copies of phase 0 have a *source* parameter as their source;
-    those of phase 1 a *target* parameter of another rank, which phase 0 has filled.
+    those of phase 1 a *target* parameter of another rank of the node, which phase 0 has filled.
     """
 
-    phases = 1
-
-    def __init__(self, source: Layout, target: Layout, itemsize: int, ranks_per_node: int) -> None:
+    def __init__(self, source: Layout, target: Layout, itemsize: int, ranks_per_node: int, relay: bool = False) -> None:
+        self.relay = relay
         self.source, self.target = source, target
         self.itemsize, self.ranks_per_node = itemsize, ranks_per_node
-        self.traffic: Counter[tuple[int, int]] = Counter()
-        self._source_of: dict[tuple[int, int, Shards], int] = {}
-        self._met: dict[tuple[str, Hashable, Hashable, Shards], Parts] = {}
-        self._pools: dict[tuple[int, Shards], dict[int | None, list[int]]] = {}
-        self._prefix: dict[tuple[int, str], str] = {}
+        check_layouts(source, target)
         self._group_of: dict[str, int] = {}
         self._groups: list[Group] = []
-        self._load: Counter[int] = Counter()
-        if weights_differ(source, target):
-            raise UserError("plan", f"layouts of different models: {source.arch} and {target.arch}")
+        self._pools: dict[tuple[int, tuple[Hashable, ...]], list[int]] = {}
+        self._shares: tuple[dict[int, list[Share]], ...] = (defaultdict(list), defaultdict(list))
         self._group_units()
-        self._check_use()
         self._choose_sources()
+        self.phases = 2 if self._shares[1] else 1
+        self.phase_traffic = tuple(_traffic(shares) for shares in self._shares[: self.phases])
+        self._flows = tuple(_Flow(traffic) for traffic in self.phase_traffic)
+        self.traffic = sum(self.phase_traffic, start=Counter[tuple[int, int]]())
 
     # ------------------------------------------------------------ decisions
     def _group_units(self) -> None:
         holders: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for rank in sorted(self.source.ranks):
-            for unit in self.source.units(rank):
-                holders[unit.kind, unit.canonical].append(rank)
-                self._prefix.setdefault((rank, unit.canonical), unit.prefix)
+        for units, ranks in _ranks_by_units(self.source).items():
+            for kind, canonical in dict.fromkeys((unit.kind, unit.canonical) for unit in units):
+                holders[kind, canonical] += ranks
         ids: dict[tuple[str, tuple[int, ...]], int] = {}
         for (kind, canonical), held_by in holders.items():
-            self._group_of[canonical] = ids.setdefault((kind, tuple(held_by)), len(ids))
-        for kind, ranks in ids:
-            shards = sorted({self.source.shard(rank, kind) for rank in ranks}, key=repr)
-            self._groups.append(Group(kind, frozenset(ranks), tuple(shards)))
+            self._group_of[canonical] = ids.setdefault((kind, tuple(sorted(held_by))), len(ids))
+        self._groups = [self._group(kind, held_by) for kind, held_by in ids]
 
-    def _check_use(self) -> None:
-        """Every unit and tensor of the source has a target, and every target parameter is covered exactly once."""
-        wanted = {(u.kind, u.canonical) for rank in self.target.ranks for u in self.target.units(rank)}
-        unused = sorted(set(self._group_of) - {canonical for _, canonical in wanted})
-        if unused:
-            raise UserError(f"{unused[0]}*", "the target has no place for these tensors of the source")
-        for kind in sorted({kind for kind, _ in wanted}):
-            missing = _names(self.source, kind) - _names(self.target, kind)
-            if missing:
-                raise UserError(min(missing), f"the target has no place for this tensor of every {kind}")
-        shards = {
-            (unit.kind, self.target.shard(rank, unit.kind))
-            for rank in self.target.ranks
-            for unit in self.target.units(rank)
-        }
-        for kind, shard in sorted(shards, key=repr):
-            for param in self.target.params(kind, shard):
-                if not tiles(param):
-                    raise UserError(param.name, f"shard {shard} does not cover each of its elements exactly once")
-
-    def _wanted(self, rank: int) -> Wanted:
-        wanted: Wanted = defaultdict(list)
-        for unit in self.target.units(rank):
-            if unit.canonical not in self._group_of:
-                raise UserError(f"{unit.canonical}*", "no source holds these tensors")
-            wanted[self._group_of[unit.canonical]].append((unit.canonical, unit.prefix))
-        return wanted
+    def _group(self, kind: str, held_by: Sequence[int]) -> Group:
+        ranks: dict[Hashable, list[int]] = defaultdict(list)
+        nodes: dict[int, Slices] = defaultdict(tuple)
+        for rank in held_by:
+            node, member = divmod(rank, self.ranks_per_node)
+            shard = self.source.shard(rank, kind)
+            ranks[shard].append(rank)
+            nodes[node] = (*nodes[node], (member, shard))
+        return Group(kind, tuple(sorted(ranks, key=repr)), ranks, nodes)
 
     def _choose_sources(self) -> None:
-        """Decide largest shares first, which spreads what replicas send evenly."""
-        shares = [
-            (elements * len(units), rank, group, shards)
-            for rank in sorted(self.target.ranks)
-            for group, units in self._wanted(rank).items()
-            for shards, (elements, _) in self._parts(rank, group).items()
-        ]
-        for elements, rank, group, shards in sorted(shares, key=lambda share: -share[0]):
-            chosen = self._cheapest(rank, group, shards)
-            self._load[chosen] += 0 if chosen == rank else elements
-            self._source_of[rank, group, shards] = chosen
-            self.traffic[chosen, rank] += elements
+        """Shares of all ranks: those with one possible source at once, then the others so that loads are even."""
+        load: Counter[int] = Counter()
+        tasks: list[Task] = []
+        waiting: list[tuple[Bundle, Need, int, int]] = []  # of each task: what, from which element on, for which rank
+        for node, bundle, need in self._needs():
+            first, total = node * self.ranks_per_node, need.elements * len(bundle.units)
+            needers = [first + member for member in need.needers]
+            if need.holders == need.needers:
+                self._shares[0][needers[0]].append(Share(bundle, need, 0, total, needers[0]))
+                continue
+            holders = [first + member for member in need.holders] or self._pool(bundle.group, need.shards)
+            bounds = split_evenly(total, len(needers))
+            for leader, (begin, end) in zip(needers, pairwise(bounds), strict=True):
+                if begin == end:
+                    continue
+                tasks.append(Task(end - begin, holders))
+                waiting.append((bundle, need, begin, leader))
+                for other in needers:
+                    if other != leader:
+                        self._shares[1][other].append(Share(bundle, need, begin, end, leader))
+                        load[leader] += end - begin
+        for (bundle, need, at, leader), cuts in zip(waiting, spread(tasks, load), strict=True):
+            for source, elements in cuts:
+                self._shares[0][leader].append(Share(bundle, need, at, at + elements, source))
+                at += elements
 
-    def _cheapest(self, rank: int, group: int, shards: Shards) -> int:
-        kind, ranks, _ = self._groups[group]
-        if rank in ranks and self.source.shard(rank, kind) in shards:
-            return rank
-        pool = self._pools.get((group, shards))
-        if pool is None:  # node -> its holders, None -> all holders
-            pool = self._pools[group, shards] = defaultdict(list)
-            for holder in sorted(r for r in ranks if self.source.shard(r, kind) in shards):
-                pool[holder // self.ranks_per_node].append(holder)
-                pool[None].append(holder)
-        near = pool.get(rank // self.ranks_per_node) or pool[None]
-        return min(near, key=lambda holder: (self._load[holder], holder))
+    def _needs(self) -> Iterator[tuple[int, Bundle, Need]]:
+        """(node, units, boxes) of everything that the target's ranks want."""
+        meeting = Meeting(self.source, self.target)
+        for node, bundles in self._bundles():
+            first = node * self.ranks_per_node
+            for bundle in bundles:
+                kind, shards, _, nodes = self._groups[bundle.group]
+                wants = tuple((member, self.target.shard(first + member, kind)) for member in bundle.members)
+                haves = nodes.get(node, ())
+                for need in meeting.needs(kind, wants, haves, shards):
+                    for one in [need] if self.relay else _alone(need):
+                        yield node, bundle, one
 
-    def _parts(self, rank: int, group: int) -> Parts:
-        """How a rank fills one unit of a group: the boxes it needs by the shards that hold them."""
-        kind, ranks, shards = self._groups[group]
-        want, have = self.target.shard(rank, kind), self.source.shard(rank, kind) if rank in ranks else None
-        key = (kind, want, have, shards)
-        if key not in self._met:
-            self._met[key] = meet_layouts(self.source, self.target, kind, want, shards, have)
-        return self._met[key]
+    def _bundles(self) -> Iterator[tuple[int, list[Bundle]]]:
+        """The units that each node wants, together if the same ranks hold them and the same members want them."""
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(self.target.ranks):
+            nodes[rank // self.ranks_per_node].append(rank)
+        known: dict[tuple[tuple[int, tuple[Unit, ...]], ...], list[Bundle]] = {}
+        for node, ranks in nodes.items():
+            wanted = tuple((rank % self.ranks_per_node, self.target.units(rank)) for rank in ranks)
+            if wanted not in known:
+                known[wanted] = self._bundle(wanted)
+            yield node, known[wanted]
+
+    def _bundle(self, wanted: Sequence[tuple[int, tuple[Unit, ...]]]) -> list[Bundle]:
+        members: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for member, units in wanted:
+            turns: Counter[str] = Counter()
+            for unit in units:
+                members[unit.canonical, turns[unit.canonical]].append(member)
+                turns[unit.canonical] += 1
+        bundles: dict[tuple[int, int, tuple[int, ...]], list[str]] = defaultdict(list)
+        for (canonical, turn), who in members.items():
+            bundles[self._group_of[canonical], turn, tuple(who)].append(canonical)
+        return [Bundle(*key, units=tuple(units)) for key, units in bundles.items()]
+
+    def _pool(self, group: int, shards: tuple[Hashable, ...]) -> list[int]:
+        if (group, shards) not in self._pools:
+            ranks = self._groups[group].ranks
+            self._pools[group, shards] = sorted(rank for shard in shards for rank in ranks[shard])
+        return self._pools[group, shards]
 
     # ------------------------------------------------------------ copies
     def into(self, rank: int, source: int | None = None, phase: int = 0) -> Iterator[Copy]:
         """The copies of a phase that fill a rank (only those from `source`, if given), in the order both sides know."""
-        for group, units in self._wanted(rank).items():
-            for shards, (_, parts) in self._parts(rank, group).items():
-                chosen = self._source_of[rank, group, shards]
-                if source is None or source == chosen:
-                    yield from self._expand(chosen, rank, units, parts)
+        for share in self._shares[phase].get(rank, ()):
+            if source is None or source == share.source:
+                yield from self._expand(share, rank, phase)
 
-    def _expand(self, source: int, target: int, units: list[tuple[str, str]], parts: list[Part]) -> Iterator[Copy]:
-        for canonical, prefix in units:
-            held = self._prefix[source, canonical]
-            for box, source_param, have, target_param, want in parts:
-                yield Copy(
-                    shape_of(box),
-                    Place(source, held + source_param, have.at(box), have.strides),
-                    Place(target, prefix + target_param, want.at(box), want.strides),
-                )
+    def _expand(self, share: Share, rank: int, phase: int) -> Iterator[Copy]:
+        bundle, need, _, _, source = share
+        first = rank - rank % self.ranks_per_node
+        mine = need.needers.index(rank - first)
+        theirs = need.needers.index(source - first) if phase else 0
+        prefixes = _prefixes(self.target.units(rank))
+        held_under = _prefixes((self.target if phase else self.source).units(source))
+        for canonical, part, box in _boxes(share):
+            have, want = part.targets[theirs] if phase else part.source, part.targets[mine]
+            held = held_under[canonical][bundle.turn if phase else 0] + have.param
+            wanted = prefixes[canonical][bundle.turn] + want.param
+            yield Copy(
+                shape_of(box),
+                Place(source, held, have.piece.at(box), have.piece.strides),
+                Place(rank, wanted, want.piece.at(box), want.piece.strides),
+            )
 
     def out_of(self, rank: int, phase: int = 0) -> Iterator[Copy]:
         """The copies of a phase that a rank sends to others, target by target."""
@@ -195,11 +223,11 @@ class Plan:
 
     def sources(self, rank: int, phase: int = 0) -> list[int]:
         """The other ranks that a rank receives from in a phase, ascending."""
-        return sorted(s for s, t in self.traffic if t == rank != s)
+        return self._flows[phase].sources.get(rank, [])
 
     def targets(self, rank: int, phase: int = 0) -> list[int]:
         """The other ranks that a rank sends to in a phase, ascending."""
-        return sorted(t for s, t in self.traffic if s == rank != t)
+        return self._flows[phase].targets.get(rank, [])
 
     # ------------------------------------------------------------ sizes
     def local_bytes(self, rank: int) -> int:
@@ -207,61 +235,109 @@ class Plan:
         return self.traffic[rank, rank] * self.itemsize
 
     def received_bytes(self, rank: int) -> int:
-        """Bytes that a rank receives from others."""
-        return sum(n for (s, t), n in self.traffic.items() if t == rank != s) * self.itemsize
+        """Bytes that a rank receives from others, in all phases."""
+        return sum(flow.received[rank] for flow in self._flows) * self.itemsize
 
     def sent_bytes(self, rank: int) -> int:
-        """Bytes that a rank sends to others."""
-        return sum(n for (s, t), n in self.traffic.items() if s == rank != t) * self.itemsize
+        """Bytes that a rank sends to others, in all phases."""
+        return sum(flow.sent[rank] for flow in self._flows) * self.itemsize
 
     def rounds(self, cap: int, phase: int = 0) -> int:
         """Exchanges of a phase, the same on every rank, so that none sends or receives more than `cap` bytes in one.
 
         Each stream between two ranks is cut into equal parts, up to one element; the cap counts that element too.
         """
-        totals: Counter[tuple[str, int]] = Counter()
-        peers: Counter[tuple[str, int]] = Counter()
-        for (source, target), elements in self.traffic.items():
+        flow, most = self._flows[phase], max(1, cap // self.itemsize)
+        sides = ((flow.sent, flow.targets), (flow.received, flow.sources))
+        return max(
+            (ceil(n / max(1, most - len(peers[rank]))) for totals, peers in sides for rank, n in totals.items()),
+            default=0,
+        )
+
+
+class _Flow:
+    """What each rank sends to and receives from others in one phase, in elements, and who these are, ascending."""
+
+    def __init__(self, traffic: Counter[tuple[int, int]]) -> None:
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self.targets: dict[int, list[int]] = defaultdict(list)
+        self.sources: dict[int, list[int]] = defaultdict(list)
+        for (source, target), elements in sorted(traffic.items()):
             if source != target:
-                for end in (("out", source), ("in", target)):
-                    totals[end] += elements
-                    peers[end] += 1
-        return max((ceil(n / max(1, cap // self.itemsize - peers[end])) for end, n in totals.items()), default=0)
+                self.sent[source] += elements
+                self.received[target] += elements
+                self.targets[source].append(target)
+                self.sources[target].append(source)
 
 
-def meet_layouts(
-    source: Layout, target: Layout, kind: str, want: Hashable, shards: Shards, have: Hashable | None
-) -> Parts:
-    """The boxes of target shard `want` by the source shards that hold them, those of `have` (one's own) first."""
-    held: dict[str, dict[tuple[str, Piece], list[Hashable]]] = defaultdict(lambda: defaultdict(list))
-    for shard in shards:
-        for param in source.params(kind, shard):
-            for piece in param.pieces:
-                held[piece.name][param.name, piece].append(shard)  # equal pieces are replicas
-    found: dict[Shards, list[Part]] = defaultdict(list)
-    for param in target.params(kind, want):
-        for piece in param.pieces:
-            _fill(param.name, piece, held[piece.name], have, found)
-    return {who: (sum(volume(part.box) for part in parts), parts) for who, parts in found.items()}
+def _alone(need: Need) -> Iterator[Need]:
+    for at, needer in enumerate(need.needers):
+        parts = tuple(part._replace(targets=(part.targets[at],)) for part in need.parts)
+        yield need._replace(needers=(needer,), parts=parts)
 
 
-def _fill(
-    param: str,
-    piece: Piece,
-    held: dict[tuple[str, Piece], list[Hashable]],
-    have: Hashable | None,
-    found: dict[Shards, list[Part]],
-) -> None:
-    todo = [piece.box]
-    for (source_param, source_piece), shards in sorted(held.items(), key=lambda item: have not in item[1]):
-        who = (have,) if have in shards else tuple(shards)
-        for box in todo:
-            if (shared := meet(box, source_piece.box)) is not None:
-                found[who].append(Part(shared, source_param, source_piece, param, piece))
-        todo = [rest for box in todo for rest in minus(box, source_piece.box)]
-        if not todo:
-            return
-    raise UserError(piece.name, f"no source holds {todo[0]} of this tensor")
+def _traffic(shares: dict[int, list[Share]]) -> Counter[tuple[int, int]]:
+    traffic: Counter[tuple[int, int]] = Counter()
+    for rank, into in shares.items():
+        for share in into:
+            traffic[share.source, rank] += share.end - share.begin
+    return traffic
+
+
+def _boxes(share: Share) -> Iterator[tuple[str, Part, Box]]:
+    """(unit, part, the box of it) of a share: all of each part but the first and the last."""
+    bundle, need, begin, end, _ = share
+    for number in range(begin // need.elements, ceil(end / need.elements)):
+        at = number * need.elements
+        for part in need.parts:
+            size = volume(part.box)
+            lo, hi = max(begin - at, 0), min(end - at, size)
+            if hi - lo == size:
+                yield bundle.units[number], part, part.box
+            else:
+                for box in cut(shape_of(part.box), lo, hi):
+                    inside = tuple((o + a, o + b) for (o, _), (a, b) in zip(part.box, box, strict=True))
+                    yield bundle.units[number], part, inside
+            at += size
+
+
+@lru_cache(maxsize=4096)
+def _prefixes(units: tuple[Unit, ...]) -> dict[str, list[str]]:
+    """The prefixes in a layout by canonical prefix."""
+    prefixes: dict[str, list[str]] = defaultdict(list)
+    for unit in units:
+        prefixes[unit.canonical].append(unit.prefix)
+    return prefixes
+
+
+def _ranks_by_units(layout: Layout) -> dict[tuple[Unit, ...], list[int]]:
+    """Which ranks hold the same units; each rank once, all ascending."""
+    ranks: dict[tuple[Unit, ...], list[int]] = defaultdict(list)
+    for rank in sorted(layout.ranks):
+        ranks[layout.units(rank)].append(rank)
+    return ranks
+
+
+# ---------------------------------------------------------------- checks
+def check_layouts(source: Layout, target: Layout) -> None:
+    """Every unit and tensor of either layout is one of the other's, and target parameters are covered exactly once."""
+    if weights_differ(source, target):
+        raise UserError("plan", f"layouts of different models: {source.arch} and {target.arch}")
+    held, wanted = _slices(source), _slices(target)
+    for here, there, fault in (
+        (source, target, "the target has no place for these tensors of the source"),
+        (target, source, "no source holds these tensors"),
+    ):
+        if missing := _units(here) - _units(there):
+            raise UserError(f"{min(missing)}*", fault)
+    for kind, shards in wanted.items():
+        if missing := _tensors(source, kind, held[kind]) - _tensors(target, kind, shards):
+            raise UserError(min(missing), f"the target has no place for this tensor of every {kind}")
+        for shard in shards:
+            for param in target.params(kind, shard):
+                if not tiles(param):
+                    raise UserError(param.name, f"shard {shard} does not cover each of its elements exactly once")
 
 
 def weights_differ(source: Layout, target: Layout) -> bool:
@@ -275,8 +351,18 @@ def _shapes(layout: Layout) -> tuple[tuple[Unit, ...], dict[str, dict[str, tuple
     return units, {kind: {name: t.view(arch) for name, t in tensors_of(arch, kind).items()} for kind in kinds}
 
 
-def _names(layout: Layout, kind: str) -> set[str]:
-    shards: Iterable[Hashable] = {
-        layout.shard(r, kind) for r in layout.ranks for u in layout.units(r) if u.kind == kind
-    }
+def _units(layout: Layout) -> set[str]:
+    return {unit.canonical for units in _ranks_by_units(layout) for unit in units}
+
+
+def _slices(layout: Layout) -> dict[str, list[Hashable]]:
+    """The shards that a layout has of each unit kind, in an order that all processes agree on."""
+    shards: dict[str, dict[Hashable, None]] = defaultdict(dict)
+    for units, ranks in _ranks_by_units(layout).items():
+        for kind in dict.fromkeys(unit.kind for unit in units):
+            shards[kind] |= dict.fromkeys(layout.shard(rank, kind) for rank in ranks)
+    return {kind: sorted(found, key=repr) for kind, found in shards.items()}
+
+
+def _tensors(layout: Layout, kind: str, shards: Sequence[Hashable]) -> set[str]:
     return {piece.name for shard in shards for param in layout.params(kind, shard) for piece in param.pieces}

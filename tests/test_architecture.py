@@ -12,6 +12,8 @@ SOURCES = sorted(path for package in ("rlflow", "megatron_bridge") for path in (
 PURE_BRIDGE = (
     "megatron_bridge/boxes.py",
     "megatron_bridge/plan.py",
+    "megatron_bridge/meeting.py",
+    "megatron_bridge/balance.py",
     "megatron_bridge/families",
     "megatron_bridge/layouts",
 )
