@@ -8,13 +8,20 @@ from typing import Any
 from megatron_bridge.errors import UserError
 from megatron_bridge.families.architecture import Architecture, read_architecture
 from megatron_bridge.families.declare import Family
+from megatron_bridge.families.deepseek_v3 import DEEPSEEK_V3
+from megatron_bridge.families.gemma3 import GEMMA3
+from megatron_bridge.families.glm4 import GLM, GLM4
 from megatron_bridge.families.llama import LLAMA
 from megatron_bridge.families.mixtral import MIXTRAL
 from megatron_bridge.families.qwen2 import QWEN2
 from megatron_bridge.families.qwen3 import QWEN3
 from megatron_bridge.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
+_ALL = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GEMMA3, GLM, GLM4)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+INSTEAD = {  # what to do with a model of which a family here is a part
+    "gemma3": "it has a vision part: save the language part alone, by transformers' Gemma3ForCausalLM, as gemma3_text",
+}
 
 __all__ = ["FAMILIES", "Architecture", "Family", "load_architecture", "read_json"]
 
@@ -32,9 +39,11 @@ def load_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
         where, config = str(path), read_json(path)
         beside = path.with_name("generation_config.json")
         generation = read_json(beside) if beside.exists() else {}
-    family = FAMILIES.get(str(config.get("model_type")))
+    name = str(config.get("model_type"))
+    family = FAMILIES.get(name)
     if family is None:
-        raise UserError(where, f"model_type {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}")
+        advice = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+        raise UserError(where, f"model_type {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}{advice}")
     if faults := family.check(config):
         raise UserError(where, "; ".join(faults))
     return read_architecture(family.name, config, generation, family.facts, where)

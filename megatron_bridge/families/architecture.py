@@ -52,8 +52,13 @@ class Architecture:
     """Sizes and constants of one decoder-only model.
 
     `layer_kinds` names the kind of each layer as its family declares them, by default `layer` for all. `windows` holds
-    the attention window of each layer in tokens, 0 for none; empty: no layer has one. `head` says what the last stage
-    computes: logits (`lm`) or one number a token (`score`).
+    the attention window of each layer in tokens, the token itself included, 0 for none; empty: no layer has one. `head`
+    says what the last stage computes: logits (`lm`) or one number a token (`score`). `attention_scale` multiplies the
+    products of queries and keys, None: 1 / √head_dim.
+
+    Rotary embeddings turn the first `rotary_dim` channels of a head (by default all), as pairs (i, i + rotary_dim / 2)
+    or, `rotary_interleaved`, of neighbours. `window_rope_theta` is the base in layers with a window, whose rotation
+    `rope_scaling` leaves alone then; None: they are like the others.
 
     `rope_scaling` is None for plain rotary embeddings, else the config's dict with a `rope_type` key, without
     `rope_theta` and without null values: what is absent keeps the default of the scaling's own definition.
@@ -81,12 +86,17 @@ class Architecture:
     qk_norm: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     windows: tuple[int, ...] = ()
+    attention_scale: float | None = None
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    window_rope_theta: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     hf_config: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_kinds", tuple(self.layer_kinds) or ("layer",) * self.layers)
+        object.__setattr__(self, "rotary_dim", self.rotary_dim or self.head_dim)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -96,6 +106,7 @@ class Architecture:
         if (latent := self.latent) is not None:
             sizes |= {
                 "query_rank": latent.query_rank,
+                "query_latent": latent.query_rank,
                 "kv_rank": latent.kv_rank,
                 "kv_rank_and_rope": latent.kv_rank + latent.rope,
                 "nope_and_rope": latent.nope + latent.rope,
@@ -103,6 +114,10 @@ class Architecture:
                 "value": latent.value,
             }
         return sizes
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (from 0) has routed experts."""
+        return self.layer_kinds[layer].startswith("moe")
 
     def size(self, axis: str) -> int:
         """Length of an axis by the name that family declarations use (`hidden`, `queries`, …)."""
@@ -148,8 +163,8 @@ def read_architecture(
         "eos_token_ids": _eos_ids(generation, config),
         "hf_config": dict(config),
     }
-    sizes = (family, layers, hidden, heads, kv_heads, head_dim, ffn, vocab)
-    return Architecture(*sizes, **(common | facts(config)))
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return Architecture(family, **(sizes | {"ffn": ffn, "vocab": vocab} | common | facts(config)))
 
 
 def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: int | None = None) -> int:
@@ -164,21 +179,27 @@ def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: i
 def _read_rope(config: Mapping[str, Any], faults: list[str]) -> tuple[float, dict[str, Any] | None]:
     """Theta and scaling from either form: `rope_theta` with `rope_scaling`, or `rope_parameters` with both."""
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if old and new and _scaling(old) != _scaling(new):
+    if old and new and read_scaling(old) != read_scaling(new):
         faults.append("rope_scaling and rope_parameters differ")
     given = [source["rope_theta"] for source in (new, config) if source.get("rope_theta") is not None]
     if len(set(given)) > 1:
         faults.append(f"rope_theta is {given[1]} but rope_parameters.rope_theta is {given[0]}")
-    if float(config.get("partial_rotary_factor", new.get("partial_rotary_factor", 1.0))) != 1.0:
-        faults.append("partial_rotary_factor other than 1 is not supported")
-    return float(given[0]) if given else DEFAULT_ROPE_THETA, _scaling(new or old)
+    return float(given[0]) if given else DEFAULT_ROPE_THETA, read_scaling(new or old)
 
 
-def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+def rotary_part(config: Mapping[str, Any], default: float = 1.0) -> float:
+    """Which part of a head's channels a config says are turned."""
+    new = config.get("rope_parameters") or {}
+    return float(config.get("partial_rotary_factor", new.get("partial_rotary_factor", default)))
+
+
+def read_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A config's dict about rotary embeddings as `Architecture.rope_scaling` has it."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    rest = {k: v for k, v in rope.items() if v is not None and k not in ("rope_theta", "rope_type", "type")}
+    elsewhere = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+    rest = {k: v for k, v in rope.items() if v is not None and k not in elsewhere}
     return {"rope_type": kind, **rest}
 
 

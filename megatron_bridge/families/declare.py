@@ -78,7 +78,8 @@ class Family:
     """One model family: its unit kinds, and what is to be known of its configs.
 
     `units` maps a kind to its block: `vocab` (embedding and head), `norm` (the final one), the kinds of layers
-    (`layer`, `moe`), `experts` (a layer's routed ones, under `experts_prefix` in it), `score` (a head of one output).
+    (`layer`, `moe`, and others that begin so), `score` (a head of one output), and what layers with experts keep in
+    units of their own, whose prefixes in the layer are `moe_parts`: `experts`, the routed ones, and `router_bias`.
     `transformer_engine` renames Megatron's parameters for its spec, kind by kind. `stacked` are the experts of
     checkpoints that keep them in one tensor. `facts` reads what only this family's config says, as fields of
     `Architecture`. `ignored` are regular expressions of tensors that checkpoints may hold and no one needs. `check`
@@ -89,7 +90,7 @@ class Family:
     units: Mapping[str, Block]
     check: Callable[[Mapping[str, Any]], list[str]]
     facts: Callable[[Mapping[str, Any]], dict[str, Any]] = no_facts
-    experts_prefix: str = "mlp.experts."
+    moe_parts: Mapping[str, str] = field(default_factory=lambda: {"experts": "mlp.experts."})
     stacked: tuple[Parameter, ...] = ()
     transformer_engine: Mapping[str, Mapping[str, str]] = field(
         default_factory=lambda: {"layer": FUSED_NORMS, "moe": ONLY_ATTENTION_FUSED}

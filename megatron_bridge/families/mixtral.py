@@ -34,5 +34,5 @@ MIXTRAL = Family(
     },
     check=limits,
     facts=facts,
-    experts_prefix="block_sparse_moe.experts.",
+    moe_parts={"experts": "block_sparse_moe.experts."},
 )

@@ -18,6 +18,7 @@ from megatron_bridge.families.declare import Parameter, Tensor
 
 EMBEDDING, NORM, HEAD, SCORE = "model.embed_tokens.", "model.norm.", "lm_head.", "score."  # canonical unit prefixes
 HEADS, NEURONS = ("kv_heads", "heads"), ("ffn", "shared_ffn")  # axes that tensor parallelism cuts
+FLOAT32_KINDS = ("router_bias",)  # units that every system keeps in float32, whatever the dtype of the model
 Cuts = Mapping[str, tuple[int, int]]  # axis -> (parts, which of them)
 
 
@@ -39,18 +40,20 @@ def canonical_units(arch: Architecture) -> tuple[Unit, ...]:
     """The units of a model in the order of the forward pass, under their canonical names."""
     units = [Unit("vocab", EMBEDDING, EMBEDDING)]
     for layer in range(arch.layers):
-        units += layer_units(arch, layer, layer_prefix(layer), experts_prefix(arch))
+        units += layer_units(arch, layer, layer_prefix(layer))
     units.append(Unit("norm", NORM, NORM))
     return (*units, *head_units(arch))
 
 
-def layer_units(arch: Architecture, layer: int, prefix: str, experts: str) -> list[Unit]:
-    """A layer under its prefix in some layout, and, if it has them, its routed experts under `prefix + experts`."""
-    kind = arch.layer_kinds[layer]
-    units = [Unit(kind, layer_prefix(layer), prefix)]
-    if kind == "moe":
-        units.append(Unit("experts", layer_prefix(layer) + experts_prefix(arch), prefix + experts))
-    return units
+def layer_units(arch: Architecture, layer: int, prefix: str, names: Mapping[str, str] | None = None) -> list[Unit]:
+    """A layer under its prefix in some layout, then what a layer with experts keeps in units of their own.
+
+    `names` are the prefixes of these inside the layer, by kind, where they differ from the canonical ones.
+    """
+    kind, canonical = arch.layer_kinds[layer], layer_prefix(layer)
+    parts = FAMILIES[arch.family].moe_parts if arch.has_experts(layer) else {}
+    units = [Unit(kind, canonical, prefix)]
+    return units + [Unit(part, canonical + name, prefix + (names or parts)[part]) for part, name in parts.items()]
 
 
 def head_units(arch: Architecture) -> list[Unit]:
@@ -58,11 +61,6 @@ def head_units(arch: Architecture) -> list[Unit]:
     if arch.head == "score":
         return [Unit("score", SCORE, SCORE)]
     return [] if arch.tied else [Unit("vocab", HEAD, HEAD)]
-
-
-def experts_prefix(arch: Architecture) -> str:
-    """Where in a layer its routed experts are, canonically."""
-    return FAMILIES[arch.family].experts_prefix
 
 
 class Layout(ABC):
@@ -113,12 +111,15 @@ def cut_faults(arch: Architecture, cuts: Cuts, replicate_kv: bool) -> list[str]:
         "shared_ffn": "shared experts' intermediate size",
         "experts": "experts",
         "expert_ffn": "experts' intermediate size",
+        "query_latent": "query latent size",
+        "kv_rank_and_rope": "key and value latent size",
     }
-    axes = {axis for block in FAMILIES[arch.family].units.values() for tensor in block.tensors for axis in tensor.axes}
+    kinds = {unit.kind for unit in canonical_units(arch)}
+    axes = {axis for kind in kinds for tensor in tensors_of(arch, kind).values() for axis in tensor.axes}
     faults = []
     for axis, (parts, _) in cuts.items():
         present = axis in axes or (axis == "heads" and "kv_heads" in axes)
-        if not present or (axis == "ffn" and "layer" not in arch.layer_kinds) or arch.size(axis) % parts == 0:
+        if not present or arch.size(axis) % parts == 0:
             continue
         if axis == "kv_heads" and (arch.heads % parts or (replicate_kv and parts % arch.kv_heads == 0)):
             continue

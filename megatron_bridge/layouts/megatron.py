@@ -16,6 +16,7 @@ from megatron_bridge.families import FAMILIES, Architecture
 from megatron_bridge.layouts.layout import (
     EMBEDDING,
     NORM,
+    Cuts,
     Layout,
     Unit,
     cut_faults,
@@ -35,7 +36,8 @@ GROUPED = {  # one grouped product for all local experts keeps each expert's mat
     "local_experts.{}.linear_fc2.weight": "linear_fc2.weight{}",
 }
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-EXPERTS = "mlp.experts."
+PARTS = {"experts": "mlp.experts.", "router_bias": "mlp.router."}
+LATENTS = ("query_latent", "kv_rank_and_rope")  # made by projections that only the local spec cuts
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class MegatronLayout(Layout):
         object.__setattr__(self, "stages", tuple(self.stages) or (self.arch.layers // count,) * count)
         object.__setattr__(self, "etp", self.tp if self.etp is None else self.etp)
         faults = self._grid_faults()
-        cuts = {**tensor_cuts(self.tp, 0), **expert_cuts(self.ep, 0, self.expert_tp, 0)}
+        cuts = {**self._cuts(0), **expert_cuts(self.ep, 0, self.expert_tp, 0)}
         raise_faults("megatron layout", cut_faults(self.arch, cuts, replicate_kv=True) + self._row_faults() + faults)
 
     @property
@@ -148,6 +150,10 @@ class MegatronLayout(Layout):
             return self.coordinate(rank, "ep", experts=True), self.coordinate(rank, "tp", experts=True)
         return self.coordinate(rank, "tp")
 
+    def _cuts(self, index: int) -> Cuts:
+        latents = dict.fromkeys(LATENTS, (self.tp, index)) if self.spec == "local" else {}
+        return {**tensor_cuts(self.tp, index), **latents}
+
     def units(self, rank: int) -> tuple[Unit, ...]:
         return _rank_units(self, self.coordinate(rank, "pp")) if rank in self._index else ()
 
@@ -160,7 +166,7 @@ class MegatronLayout(Layout):
         assert isinstance(shard, int)
         if kind == "vocab":
             return vocab_params(self.arch, self.padded_vocab, self.tp, shard)
-        params = sharded_params(self.arch, kind, declared, tensor_cuts(self.tp, shard), cut_fused=True)
+        params = sharded_params(self.arch, kind, declared, self._cuts(shard), cut_fused=True)
         if self.spec == "te":
             names = FAMILIES[self.arch.family].transformer_engine.get(kind, {})
             params = tuple(param._replace(name=names.get(param.name, param.name)) for param in params)
@@ -183,7 +189,7 @@ def _stage_units(layout: MegatronLayout, at: int, layers: range, prefix: str) ->
     arch, count = layout.arch, layout.pp * layout.vpp
     units = [Unit("vocab", EMBEDDING, f"{prefix}embedding.word_embeddings.")] if at == 0 else []
     for local, layer in enumerate(layers):
-        units += layer_units(arch, layer, f"{prefix}decoder.layers.{local}.", EXPERTS)
+        units += layer_units(arch, layer, f"{prefix}decoder.layers.{local}.", PARTS)
     if at == count - 1:
         units.append(Unit("norm", NORM, f"{prefix}decoder.final_layernorm."))
         units += [unit._replace(prefix=f"{prefix}output_layer.") for unit in head_units(arch)]

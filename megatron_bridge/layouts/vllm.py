@@ -19,7 +19,6 @@ from megatron_bridge.layouts.layout import (
     Unit,
     cut_faults,
     expert_cuts,
-    experts_prefix,
     head_units,
     layer_prefix,
     layer_units,
@@ -104,5 +103,5 @@ def _stage_units(arch: Architecture, pp: int, stage: int) -> tuple[Unit, ...]:
     last = stage == pp - 1
     units = [Unit("vocab", EMBEDDING, EMBEDDING)] if stage == 0 or (last and arch.tied) else []
     for layer in stage_layers(arch.layers, pp)[stage]:
-        units += layer_units(arch, layer, layer_prefix(layer), experts_prefix(arch))
+        units += layer_units(arch, layer, layer_prefix(layer))
     return (*units, Unit("norm", NORM, NORM), *head_units(arch)) if last else tuple(units)
