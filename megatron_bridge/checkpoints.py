@@ -1,38 +1,65 @@
-"""Weights from a Hugging Face model folder into the tensors of any layout.
+"""Weights from a model folder, Hugging Face's or Megatron's, into the tensors of any layout.
 
 Loading is a transfer whose source every rank can read, so nothing is sent: each rank copies its boxes out of the mapped
-files. Writing folders is left to `export`, the files themselves to `files`.
+files. Writing folders is left to `export` and `distcp_writer`, the files themselves to `files` and `distcp`.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_bridge.distcp import is_torch_dist, open_torch_dist, torch_dist_dtypes
 from megatron_bridge.execute import Traffic, connect
 from megatron_bridge.families import FAMILIES, Architecture
-from megatron_bridge.files import open_hf
+from megatron_bridge.files import MappedTensors, open_hf, tensor_dtypes
 from megatron_bridge.layouts import HFLayout, Layout
 from megatron_bridge.layouts.layout import HEAD, raise_faults
 
 
-def load_hf(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *, rank: int) -> Traffic:
-    """Fill this rank's tensors from a model folder, reading only the bytes they need and casting to their dtype.
+def load_weights(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *, rank: int) -> Traffic:
+    """Fill this rank's tensors from a folder that `open_source` takes, reading only the bytes they need.
 
-    Raises UserError that names every tensor which is missing, of another shape, or unknown to the family.
+    Values are cast to the tensors' dtypes. Raises UserError that names every tensor which is missing, of another shape,
+    or unknown to the family.
     """
-    weights = open_weights(folder, layout.arch)
+    return _fill(*open_source(folder, layout.arch, layout.ranks), layout, tensors, rank)
+
+
+def load_hf(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *, rank: int) -> Traffic:
+    """The same from a Hugging Face folder alone."""
     source = HFLayout(layout.arch, layout.ranks)
-    held = {name: weights[name] for name in source.parameters(rank)}
+    return _fill(source, open_weights(folder, layout.arch), layout, tensors, rank)
+
+
+def _fill(
+    source: Layout, held: Mapping[str, Tensor], layout: Layout, tensors: Mapping[str, Tensor], rank: int
+) -> Traffic:
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()), torch.bfloat16)
+    held = held if rank in layout.ranks else {}
     return connect(source, held, layout, tensors, rank=rank, dtype=dtype).run()
 
 
-def open_weights(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
-    """The tensors of a model folder as `HFLayout` names them, mapped, without those that the family ignores.
+def open_source(folder: str | Path, arch: Architecture, ranks: Sequence[int] = (0,)) -> tuple[Layout, MappedTensors]:
+    """The weights of a folder as a source for `ranks`, each of which holds them all: their layout, and mapped tensors.
+
+    `folder` has safetensors, or is a `torch_dist` checkpoint of Megatron's, or the root or the step's folder of one.
+    """
+    if is_torch_dist(folder):
+        return open_torch_dist(folder, arch, ranks)
+    return HFLayout(arch, tuple(ranks)), open_weights(folder, arch)
+
+
+def source_dtypes(folder: str | Path, arch: Architecture) -> dict[str, torch.dtype]:
+    """Hugging Face tensor name -> dtype in which a folder that `open_source` takes holds it."""
+    return torch_dist_dtypes(folder, arch) if is_torch_dist(folder) else tensor_dtypes(Path(folder))
+
+
+def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
+    """The tensors of a Hugging Face folder as `HFLayout` names them, mapped, without those that the family ignores.
 
     UserError where one is missing, unknown or of another shape.
     """
@@ -41,7 +68,7 @@ def open_weights(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
     shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
     misshapen = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
     raise_faults(str(folder), misshapen)
-    return {name: weights[name] for name in wanted}
+    return weights.only(wanted)
 
 
 def name_faults(names: Iterable[str], arch: Architecture) -> list[str]:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.checkpoints import name_faults
+from megatron_bridge.checkpoints import name_faults, source_dtypes
 from megatron_bridge.errors import UserError
 from megatron_bridge.execute import DEFAULT_BUCKET_BYTES, Traffic, connect
 from megatron_bridge.families import read_json
-from megatron_bridge.files import SINGLE, MappedFile, close_files, tensor_dtypes, tensor_files, write_index
+from megatron_bridge.files import SINGLE, MappedFile, close_files, tensor_files, write_index
 from megatron_bridge.layouts import HFLayout, Layout, Unit
 from megatron_bridge.layouts.layout import HEAD, raise_faults
 
@@ -125,7 +125,7 @@ def together(action: Callable[[], Result], group: dist.ProcessGroup | None) -> R
 
 def plan_contents(layout: Layout, source: Path, dtype: torch.dtype | None, file_bytes: int) -> Contents:
     """The files of an export: at most `file_bytes` each unless one unit is larger, each written by a rank near it."""
-    held = tensor_dtypes(source)
+    held = source_dtypes(source, layout.arch)
     raise_faults(str(source), name_faults(held, layout.arch))
     whole = HFLayout(layout.arch, (0,), tied_head=f"{HEAD}weight" in held)
     dtypes = {name: dtype or held[name] for name in whole.parameters(0)}

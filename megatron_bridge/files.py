@@ -79,18 +79,36 @@ def tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
     }
 
 
-def open_hf(folder: str | Path) -> dict[str, Tensor]:
+class MappedTensors(dict[str, Tensor]):
+    """Tensors by name that are views of mapped files; what was read of them stays in memory until `release`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], maps: Iterable[mmap.mmap]) -> None:
+        super().__init__(tensors)
+        self._maps = tuple(maps)
+
+    def only(self, names: Iterable[str]) -> "MappedTensors":
+        """Those with these names."""
+        return MappedTensors({name: self[name] for name in names}, self._maps)
+
+    def release(self) -> None:
+        """Give the memory of what was read back; what is needed again is read again. Values written are lost."""
+        for mapped in self._maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def open_hf(folder: str | Path) -> MappedTensors:
     """Every tensor of a model folder as a view of its mapped file; bytes are read when they are copied.
 
     Writing to a view changes this process's memory only, never the file.
     """
     tensors: dict[str, Tensor] = {}
+    maps = []
     files = tensor_files(Path(folder))
     for path in sorted(set(files.values())):
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        tensors |= _views(mapped, read_header(path))
-    return tensors
+            maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        tensors |= _views(maps[-1], read_header(path))
+    return MappedTensors(tensors, maps)
 
 
 def _views(mapped: mmap.mmap, header: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_bridge.checkpoints import open_weights
+from megatron_bridge.checkpoints import open_source
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.layouts import HFLayout
 from rlflow import parallel
@@ -180,7 +180,7 @@ def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
 
 def start_rollout(config: Config, architecture: Architecture, tokenizer: Any) -> VLLMRollout:
     """vLLM on `rollout.ranks`, without weights so far. Collective."""
-    open_weights(config.model.path, architecture)  # what is wrong with the files is said before vLLM starts
+    open_source(config.model.path, architecture)  # what is wrong with the files is said before vLLM starts
     return VLLMRollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,

@@ -7,7 +7,7 @@ said here too; files are left to `distcp`.
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -18,7 +18,8 @@ from megatron_bridge.families import Architecture
 from megatron_bridge.layouts.layout import Layout, Unit
 from megatron_bridge.layouts.megatron import MegatronLayout
 
-Grids = tuple[tuple[str, tuple[tuple[str, tuple[Box, ...]], ...]], ...]  # kind -> parameter -> its boxes
+Grid = tuple[tuple[str, tuple[Box, ...]], ...]  # the boxes of each parameter of a unit
+Grids = tuple[tuple[str, Grid], ...]  # by unit kind
 
 LOCAL_SPEC_KEYS = {  # megatron's local spec stores its norms under Transformer Engine's names (of dense layers)
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -60,21 +61,20 @@ class TorchDistLayout(Layout):
 
     @cached_property
     def _params(self) -> dict[str, tuple[Param, ...]]:
-        """The boxes of one unit of each kind as parameters."""
-        return {
-            kind: tuple(
-                window(param, box, f"{name}@{i}")
-                for name, boxes in grid
-                for param in [padded(whole_params(self.arch, kind)[name], max(box[0][1] for box in boxes))]
-                for i, box in enumerate(boxes)
-            )
-            for kind, grid in self.grids
-        }
+        return {kind: tuple(_cut_params(whole_params(self.arch, kind), grid)) for kind, grid in self.grids}
 
     @cached_property
     def boxes(self) -> Mapping[str, tuple[Box, ...]]:
         """The boxes of each parameter by its full name."""
         return {unit.prefix + name: boxes for unit in self.all_units for name, boxes in dict(self.grids)[unit.kind]}
+
+
+def _cut_params(params: Mapping[str, Param], grid: Grid) -> Iterator[Param]:
+    """The boxes of one unit's parameters, each as a parameter."""
+    for name, boxes in grid:
+        param = padded(params[name], max(box[0][1] for box in boxes))
+        for i, box in enumerate(boxes):
+            yield window(param, box, f"{name}@{i}")
 
 
 @lru_cache(maxsize=16)
@@ -166,9 +166,8 @@ def cut_grids(layout: MegatronLayout, most: int) -> Grids:
 
 
 def _grid(layout: MegatronLayout, kind: str, most: int) -> Iterator[tuple[str, tuple[Box, ...]]]:
-    shards = {
-        param.name: param.shape for param in one_layout_names(layout).params(kind, layout.shard(layout.ranks[0], kind))
-    }
+    named = replace(layout, spec="local", experts="sequential")
+    shards = {param.name: param.shape for param in named.params(kind, named.shard(named.ranks[0], kind))}
     for name, param in whole_params(layout.arch, kind).items():
         shape = padded(param, layout.padded_vocab).shape if kind == "vocab" else param.shape
         held = shards[name if name in shards else re.sub(r"\d+", "0", name)]
@@ -176,14 +175,6 @@ def _grid(layout: MegatronLayout, kind: str, most: int) -> Iterator[tuple[str, t
         if parts[0] > 1 and len(param.pieces) > 1 and param.pieces[0].strides[0] == volume(param.pieces[0].box[1:]):
             parts[0] *= len(param.pieces)  # gate and up projection are cut one by one
         yield name, tuple(_cut(shape, parts, most))
-
-
-def one_layout_names(layout: MegatronLayout) -> MegatronLayout:
-    """The same shards under the names of `one_rank`."""
-    return MegatronLayout(
-        layout.arch, layout.tp, layout.pp, layout.dp, layout.ranks, layout.order, layout.stages,
-        vocab_multiple=layout.vocab_multiple, vpp=layout.vpp, cp=layout.cp, ep=layout.ep, etp=layout.etp,
-    )  # fmt: skip
 
 
 def _cut(shape: Sequence[int], parts: Sequence[int], most: int) -> Iterator[Box]:
@@ -198,40 +189,50 @@ def _cut(shape: Sequence[int], parts: Sequence[int], most: int) -> Iterator[Box]
 
 # ---------------------------------------------------------------- keys
 class Stored(NamedTuple):
-    """Where a parameter is stored: a key, and its index along the axes that the key's tensor has before its own.
+    """Where a parameter is stored: a key, and its indices along the axes that the key's tensor has before its own.
 
     `lead` are these axes' lengths. `part` is the place among the parts of a parameter that is stored in several keys.
     """
 
     key: str
-    index: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     lead: tuple[int, ...] = ()
     part: int = 0
 
 
-def key_names(arch: Architecture, kind: str) -> dict[str, tuple[str, ...]]:
-    """The names that a parameter of a unit kind may have in keys, by its name in the local spec.
+class Names(NamedTuple):
+    """What a parameter is called in keys: in a model of Transformer Engine's spec, of the local one, and otherwise."""
 
-    First those that the stock specs ask for, of Transformer Engine and local; then its own name.
-    """
-    base = one_rank(arch)
-    te = MegatronLayout(arch, spec="te").params(kind, base.shard(0, kind))
+    te: str
+    local: str
+    own: str
+
+    def written(self) -> tuple[str, ...]:
+        """One name where the stock specs agree, else each that one of them may ask for."""
+        return (self.te,) if self.te == self.local else self.known()
+
+    def known(self) -> tuple[str, ...]:
+        """Each name once."""
+        return tuple(dict.fromkeys(self))
+
+
+@lru_cache(maxsize=64)
+def key_names(arch: Architecture, kind: str) -> dict[str, Names]:
+    """The names in keys of a unit kind's parameters, by their names in `one_rank`."""
+    base, te = one_rank(arch), MegatronLayout(arch, spec="te")
     names = {}
-    for param, fused in zip(base.params(kind, base.shard(0, kind)), te, strict=True):
-        mapped = param.name
+    for param, fused in zip(*(layout.params(kind, base.shard(0, kind)) for layout in (base, te)), strict=True):
+        local = param.name
         for prefix, other in LOCAL_SPEC_KEYS.items():
-            if mapped.startswith(prefix):
-                mapped = other + mapped.removeprefix(prefix)
-        names[param.name] = tuple(dict.fromkeys((fused.name, mapped, param.name)))
+            if local.startswith(prefix):
+                local = other + local.removeprefix(prefix)
+        names[param.name] = Names(fused.name, local, param.name)
     return names
 
 
-def written_names(arch: Architecture, kind: str) -> dict[str, tuple[str, ...]]:
-    """The names under which a parameter is written: one where both stock specs agree, else all that one may ask for."""
-    return {
-        name: names[:1] if len(names) == 1 or (len(names) == 2 and names[1] == name) else names
-        for name, names in key_names(arch, kind).items()
-    }
+def is_homogeneous(arch: Architecture) -> bool:
+    """Whether Megatron stacks the layers of a model in a checkpoint: where all are of one kind."""
+    return len(set(arch.layer_kinds)) == 1
 
 
 def stored(arch: Architecture, name: str, homogeneous: bool) -> Stored:
@@ -239,15 +240,15 @@ def stored(arch: Architecture, name: str, homogeneous: bool) -> Stored:
 
     In a homogeneous checkpoint layers are stacked; experts always are.
     """
-    index: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     lead: tuple[int, ...] = ()
     if homogeneous and (layer := LAYER.match(name)):
-        index, lead = (int(layer[1]),), (arch.layers,)
+        indices, lead = (int(layer[1]),), (arch.layers,)
         name = LAYER.sub("decoder.layers.", name)
     if (expert := EXPERT.search(name)) and arch.experts is not None:
-        index, lead = (*index, int(expert[1])), (*lead, arch.experts.count)
+        indices, lead = (*indices, int(expert[1])), (*lead, arch.experts.count)
         name = EXPERT.sub("mlp.experts.experts.", name)
-    return Stored(name, index, lead)
+    return Stored(name, indices, lead)
 
 
 def candidates(arch: Architecture, name: str) -> Iterator[tuple[Stored, ...]]:

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_bridge.bind_megatron import bind
-from megatron_bridge.checkpoints import load_hf
+from megatron_bridge.checkpoints import load_weights
 from megatron_bridge.export import export_hf
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import MegatronLayout
@@ -235,8 +235,8 @@ class Engine:
         return bind(self.model, self.layout, self.grid.rank)
 
     def load_hf(self, folder: str | Path) -> None:
-        """Fill the model with the weights of a Hugging Face folder; each rank reads its own bytes."""
-        load_hf(folder, self.layout, self.parameters_by_name(), rank=self.grid.rank)
+        """Fill the model with the weights of a folder, Hugging Face's or Megatron's; each rank reads its own bytes."""
+        load_weights(folder, self.layout, self.parameters_by_name(), rank=self.grid.rank)
         if self.training is not None:
             self.training.reload()
 

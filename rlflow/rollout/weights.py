@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_bridge import compat
 from megatron_bridge.bind_vllm import bind, require_complete
-from megatron_bridge.checkpoints import open_weights
+from megatron_bridge.checkpoints import open_source
 from megatron_bridge.execute import Traffic, Transfer, connect
 from megatron_bridge.families.architecture import Architecture
 from megatron_bridge.layouts import HFLayout, Layout, VLLMLayout
@@ -76,9 +76,8 @@ class WeightReceiver:
         return traffic
 
     def read(self, path: str) -> Traffic:
-        """Write the weights of a Hugging Face folder, of which every rank reads its own part."""
-        arch = self.layout.arch
-        return self.receive(HFLayout(arch, tuple(range(dist.get_world_size()))), open_weights(path, arch))
+        """Write the weights of a model's folder, of which every rank reads its own part."""
+        return self.receive(*open_source(path, self.layout.arch, range(dist.get_world_size())))
 
     def _bound(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Transfer:
         """The transfer from these tensors, made once as long as the same ones come."""
