@@ -6,6 +6,7 @@ Most families share its blocks; they are written so that a family names what it 
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_bridge.families.architecture import rotary_part
 from megatron_bridge.families.declare import Block, Family, Parameter, Tensor
 
 
@@ -58,6 +59,8 @@ def unsupported(config: Mapping[str, Any]) -> list[str]:
     faults = [f"{key} is true, which is not supported" for key in ("attention_bias", "mlp_bias") if config.get(key)]
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         faults.append(f"hidden_act is {config['hidden_act']!r}, only 'silu' is supported")
+    if rotary_part(config) != 1.0:
+        faults.append(f"partial_rotary_factor is {rotary_part(config)}, only 1 is supported")
     if config.get("quantization_config"):
         faults.append("quantization_config: quantized weights are not supported")
     return faults
