@@ -51,7 +51,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, **overrides: Any) -> None:
-    """A random model of `family` (a key of SHAPES) with weights large enough that a misplaced row changes the logits."""
+    """A random model of `family` (a key of SHAPES), its weights so large that a misplaced row changes the logits."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
