@@ -12,9 +12,15 @@ import torch
 import torch.distributed.distributed_c10d as distributed_c10d
 
 
-def mlp_submodules(mlp: Any) -> Any:
-    """The submodules in megatron-core's description of an MLP: a ModuleSpec in 0.16, a partial in 0.19."""
-    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+def mlp_submodules(mlp: Any) -> list[Any]:
+    """The submodules of every MLP in megatron-core's description of one, or of a layer of experts.
+
+    A description is a ModuleSpec in 0.16, a partial in 0.19.
+    """
+    found = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    if hasattr(found, "experts"):
+        return [*mlp_submodules(found.experts), *mlp_submodules(found.shared_experts)]
+    return [found]
 
 
 def allow_grouped_queries(attention: Any) -> dict[str, bool]:

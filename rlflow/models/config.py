@@ -1,7 +1,7 @@
 """From the bridge's architecture record to megatron-core's TransformerConfig.
 
 Only what shapes the computation is decided here; which ranks compute what is the grid's business, the layer spec's
-modules are chosen in `policy`.
+modules are chosen in `layers`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_bridge.families import Architecture
 from rlflow.errors import UserError
+from rlflow.models.layers import variant_of
 from rlflow.parallel import Grid
 
 Recompute = Literal["none", "selective", "full"]
@@ -22,6 +23,28 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "variable_seq_lengths": True,  # packed micro-batches differ in length
+    "moe_token_dispatcher_type": "alltoall",  # the only one that allows it, even where there are no experts
+    "calculate_per_token_loss": True,  # losses come with global weights: gradients are summed, never averaged
+    # Every weight is loaded; zeros rather than noise keep padding rows of the vocabulary clean.
+    "init_method": torch.nn.init.zeros_,
+    "output_layer_init_method": torch.nn.init.zeros_,
+    "embedding_init_method": torch.nn.init.zeros_,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "use_te_activation_func": True,  # despite its name: take the activation from the layer spec
 }
 
 
@@ -41,49 +64,63 @@ def transformer_config(
     Raises UserError where heads or layers do not fit the grid.
     """
     _check(arch, grid, stages, recompute)
-    uneven: dict[str, int] = {}
+    variant = variant_of(arch)
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": grid.tp,
+        "pipeline_model_parallel_size": grid.pp,
+        "context_parallel_size": grid.cp,
+        "sequence_parallel": sequence_parallel and grid.tp > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "deterministic_mode": deterministic,
+        "apply_rope_fusion": transformer_engine,
+    }
     if stages is not None and grid.pp > 1:
-        uneven = {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
-    return TransformerConfig(
-        num_layers=arch.layers,
-        hidden_size=arch.hidden,
-        num_attention_heads=arch.heads,
-        num_query_groups=arch.kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=grid.tp,
-        pipeline_model_parallel_size=grid.pp,
-        context_parallel_size=grid.cp,
-        sequence_parallel=sequence_parallel and grid.tp > 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,  # packed micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # the only one that allows it, even where there are no experts
-        calculate_per_token_loss=True,  # losses come with global weights: gradients are summed, never averaged
-        deterministic_mode=deterministic,
-        # Every weight is loaded; zeros rather than noise keep padding rows of the vocabulary clean.
-        init_method=torch.nn.init.zeros_,
-        output_layer_init_method=torch.nn.init.zeros_,
-        embedding_init_method=torch.nn.init.zeros_,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        use_te_activation_func=True,  # despite its name: take the activation from the layer spec
-        apply_rope_fusion=transformer_engine,
-        **uneven,
-        **_RECOMPUTE[recompute],
-    )
+        values |= {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
+    values |= _ALWAYS | _RECOMPUTE[recompute] | _layer_values(arch) | _expert_values(arch, grid, transformer_engine)
+    return variant.config(**(values | variant.values(arch)))
+
+
+def _layer_values(arch: Architecture) -> dict[str, Any]:
+    return {
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn,
+        "layernorm_epsilon": arch.norm_eps,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+    }
+
+
+def _expert_values(arch: Architecture, grid: Grid, transformer_engine: bool) -> dict[str, Any]:
+    """Routed and shared experts; every token reaches all that its router chose, and nothing is added to the loss."""
+    if (experts := arch.experts) is None:
+        return {}
+    groups = {"moe_router_num_groups": experts.groups, "moe_router_group_topk": experts.groups_per_token}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_layer_freq": [int(arch.has_experts(layer)) for layer in range(arch.layers)],
+        "moe_router_topk": experts.per_token,
+        "moe_router_score_function": experts.score,
+        # The chosen experts' softmax over all experts, divided by its sum, is their softmax among themselves.
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalize,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
+        "moe_router_enable_expert_bias": experts.score_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": transformer_engine,
+        "expert_model_parallel_size": grid.ep,
+        "expert_tensor_parallel_size": grid.etp,
+        **(groups if experts.groups > 1 else {}),
+    }
 
 
 def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recompute: str) -> None:

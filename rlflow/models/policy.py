@@ -1,6 +1,6 @@
 """The policy model: megatron-core's GPTModel whose last stage returns log-probs of chosen tokens instead of logits.
 
-With Transformer Engine installed its layer spec is used; otherwise the local spec with our norm and core attention.
+Which layers it is made of is left to `layers`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_bridge.compat import mlp_submodules
 from megatron_bridge.families import Architecture
-from rlflow.models.activation import SwiGLU
-from rlflow.models.attention import PackedAttention
-from rlflow.models.embedding import VocabularyEmbedding
+from rlflow.models.layers import block_spec, variant_of
 from rlflow.models.log_probs import VocabShard, token_log_probs
-from rlflow.models.norm import RMSNorm
 from rlflow.models.packed import PackedInput
-from rlflow.models.rope import inverse_frequencies
 from rlflow.parallel import Grid, active, device
 
 
@@ -103,10 +93,11 @@ def build_policy(
     arch: Architecture, grid: Grid, config: TransformerConfig, *, padded_vocab: int, chunk_tokens: int = 1024
 ) -> PolicyModel:
     """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`."""
+    variant = variant_of(arch)
     with active(grid):
         model = PolicyModel(
             config,
-            _layer_spec(config),
+            block_spec(arch, config),
             vocab_size=padded_vocab,
             max_sequence_length=arch.max_positions,
             pre_process=grid.is_first_stage,
@@ -116,26 +107,14 @@ def build_policy(
             share_embeddings_and_output_weights=arch.tied,
             pg_collection=grid.groups,
         )
-    model.frequencies = inverse_frequencies(arch).to(device())
+    model.frequencies = variant.frequencies(arch).to(device())
     if config.apply_rope_fusion:
         model.rotary_pos_emb.inv_freq = model.frequencies
     if grid.is_first_stage:
-        model.embedding.word_embeddings.__class__ = VocabularyEmbedding  # the same state, another forward and backward
+        model.embedding.word_embeddings.__class__ = variant.embedding  # the same state, another forward and backward
     if grid.is_last_stage:
         model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
     return model
-
-
-def _layer_spec(config: TransformerConfig) -> Any:
-    """Transformer Engine's layers where its fused rotation was asked for, else megatron's own with our modules."""
-    if config.apply_rope_fusion:
-        return get_gpt_layer_with_transformer_engine_spec(use_te_activation_func=True)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    layer.self_attention.submodules.core_attention = PackedAttention
-    mlp_submodules(layer.mlp).activation_func = SwiGLU
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
 def _log_prob_head(model: GPTModel, vocab: int, chunk_tokens: int) -> LogProbHead:

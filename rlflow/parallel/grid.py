@@ -91,6 +91,16 @@ class Grid:
     def cp(self) -> int:
         return self.sizes["cp"]
 
+    @property
+    def ep(self) -> int:
+        """Places to which the routed experts of a layer go whole."""
+        return self.sizes["ep"]
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share a routed expert."""
+        return self.sizes["tp"]
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a global rank stands along each dimension. Raises ValueError for a rank outside the grid."""
         place = self.ranks.index(rank)

@@ -1,0 +1,73 @@
+"""The layers of a pipeline stage: megatron-core's layer specs, the local ones with our modules.
+
+What a kind of layer is (dense, or with routed experts) comes from the architecture; what a family has in another way
+than Llama comes from its `Variant`, which is looked up here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_bridge.compat import mlp_submodules
+from megatron_bridge.families import Architecture
+from rlflow.models.variant import Variant
+
+VARIANTS: Mapping[str, Variant] = {}  # by family; whoever is not named is like Llama
+
+
+def variant_of(arch: Architecture) -> Variant:
+    """What this architecture has in another way than Llama."""
+    return VARIANTS.get(arch.family, Variant())
+
+
+def block_spec(
+    arch: Architecture, config: TransformerConfig, *, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank's stage (or of one of its virtual stages) and the final norm; call inside `active`.
+
+    They are Transformer Engine's where its fused rotation was asked for.
+    """
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [_layer(arch, config, number) for number in range(first, first + count)]
+    norm = TENorm if config.apply_rope_fusion else variant_of(arch).norm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _layer(arch: Architecture, config: TransformerConfig, number: int) -> ModuleSpec:
+    common: dict[str, Any] = {
+        "num_experts": config.num_moe_experts if arch.has_experts(number) else None,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    variant = variant_of(arch)
+    if config.apply_rope_fusion:
+        spec = get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=True)
+    else:
+        spec = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
+        _put_in(spec.submodules, variant, config.qk_layernorm)
+    variant.change(spec, arch, config, number)
+    return spec
+
+
+def _put_in(layer: Any, variant: Variant, qk_norm: bool) -> None:
+    """Our modules in a layer of the local spec."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = variant.norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = variant.attention
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = variant.norm
+    for mlp in mlp_submodules(layer.mlp):
+        mlp.activation_func = variant.activation
