@@ -4,7 +4,7 @@ A box is a tuple of half-open intervals, one a dimension. Everything here is pla
 which one needs it is decided in `plan`, and nothing here knows a model, a framework or a process.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -68,6 +68,32 @@ def cut(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     if first < last:
         boxes.append(((first, last), *whole(rest)))
     return boxes + [((last, last + 1), *box) for box in cut(rest, 0, hi - last * inner)]
+
+
+def within(dims: Dims, at: int, lo: int, hi: int) -> Iterator[tuple[int, Box]]:
+    """Boxes over nested axes whose elements, `at` plus steps, all lie in [lo, hi), each with its first element's place.
+
+    What is wholly inside is one box; at either side of it one index may be inside in part.
+    """
+    if not dims:
+        if lo <= at < hi:
+            yield at, ()
+        return
+    (n, step), rest = dims[0], dims[1:]
+    extent = 1 + sum((m - 1) * s for m, s in rest)
+    first, last = max(0, -((at - lo) // step)), min(n, (hi - extent - at) // step + 1)
+    begin, end = max(0, (lo - at - extent) // step + 1), min(n, -((at - hi) // step))
+    for i in range(begin, min(first, end)):
+        yield from _inside(rest, at, i, step, lo, hi)
+    if first < last:
+        yield at + first * step, ((first, last), *whole(m for m, _ in rest))
+    for i in range(max(begin, first, last), end):
+        yield from _inside(rest, at, i, step, lo, hi)
+
+
+def _inside(rest: Dims, at: int, i: int, step: int, lo: int, hi: int) -> Iterator[tuple[int, Box]]:
+    for start, box in within(rest, at + i * step, lo, hi):
+        yield start, ((i, i + 1), *box)
 
 
 class Piece(NamedTuple):

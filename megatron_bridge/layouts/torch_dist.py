@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from megatron_bridge.boxes import Box, Dims, Param, Piece, row_major, shape_of, volume, whole
+from megatron_bridge.boxes import Box, Param, Piece, row_major, shape_of, volume, within
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts.layout import Layout, Unit
 from megatron_bridge.layouts.megatron import MegatronLayout
@@ -116,7 +116,7 @@ def _pieces_within(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[Pie
     choices = []
     for d, (lo, hi) in enumerate(box):
         dims = tuple((n, s) for n, s, axis in zip(lengths, steps, along, strict=True) if axis == d)
-        choices.append(list(_within(dims, piece.offset // outer[d] % shape[d], lo, hi)))
+        choices.append(list(within(dims, piece.offset // outer[d] % shape[d], lo, hi)))
     for chosen in product(*choices):
         at = sum((start - lo) * stride for (start, _), (lo, _), stride in zip(chosen, box, inner, strict=True))
         taken = [iter(intervals) for _, intervals in chosen]
@@ -127,32 +127,6 @@ def _pieces_within(piece: Piece, shape: Sequence[int], box: Box) -> Iterator[Pie
 
 def _dimension(stride: int, strides: Sequence[int]) -> int:
     return next(d for d, step in enumerate(strides) if step <= stride or d == len(strides) - 1)
-
-
-def _within(dims: Dims, at: int, lo: int, hi: int) -> Iterator[tuple[int, Box]]:
-    """Boxes over nested axes whose elements, `at` plus steps, all lie in [lo, hi), each with its first element's place.
-
-    What is wholly inside is one box; at either side of it one index may be inside in part.
-    """
-    if not dims:
-        if lo <= at < hi:
-            yield at, ()
-        return
-    (n, step), rest = dims[0], dims[1:]
-    extent = 1 + sum((m - 1) * s for m, s in rest)
-    first, last = max(0, -((at - lo) // step)), min(n, (hi - extent - at) // step + 1)
-    begin, end = max(0, (lo - at - extent) // step + 1), min(n, -((at - hi) // step))
-    for i in range(begin, min(first, end)):
-        yield from _inside(rest, at, i, step, lo, hi)
-    if first < last:
-        yield at + first * step, ((first, last), *whole(m for m, _ in rest))
-    for i in range(max(begin, first, last), end):
-        yield from _inside(rest, at, i, step, lo, hi)
-
-
-def _inside(rest: Dims, at: int, i: int, step: int, lo: int, hi: int) -> Iterator[tuple[int, Box]]:
-    for start, box in _within(rest, at + i * step, lo, hi):
-        yield start, ((i, i + 1), *box)
 
 
 # ---------------------------------------------------------------- how a checkpoint is cut
