@@ -6,7 +6,7 @@ and what all ranks must have in common to `agreement`.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from megatron_bridge.copies import FusedCopies
 from megatron_bridge.errors import SyncError
 from megatron_bridge.exchange import Buckets, Exchange
 from megatron_bridge.groups import Group, device_of, or_default
-from megatron_bridge.layouts.layout import Layout, raise_faults
+from megatron_bridge.layouts.layout import FLOAT32_KINDS, Layout, raise_faults
+from megatron_bridge.layouts.part import Part
 from megatron_bridge.plan import Plan, make_plan
 from megatron_bridge.streams import ALIGNMENT, compact, messages, rounds
 
@@ -31,6 +32,9 @@ class Traffic:
     received: int
     sent: int
     seconds: float
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class Transfer:
     then the source cast to the target's type, as local copies are. `group` is a process group or what
     `worlds.connect_worlds` returned, by default the process's default group. `bucket_bytes` caps what a rank sends and
     what it receives in one round; four such buckets are taken, or less if the plan needs less, and kept until
-    `release`. With `checksum` what arrives is compared with what was sent. All ranks must give the same settings.
+    `release`. With `checksum` what arrives is compared with what was sent. `following` is carried out after it by each
+    run: the same tensors' units that travel in another dtype. All ranks must give the same settings.
     """
 
     def __init__(
@@ -64,11 +69,12 @@ class Transfer:
         group: Group | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         checksum: bool = False,
+        following: "Transfer | None" = None,
     ) -> None:
         if plan.itemsize != dtype.itemsize:
             raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
         self.plan, self.dtype, self.group = plan, dtype, group
-        self._rank, self.checksum = rank, checksum
+        self._rank, self.checksum, self.following = rank, checksum, following
         self.source = check_tensors(plan.source, rank, source)
         self.target = check_tensors(plan.target, rank, target)
         if lost := loses_precision(dtype, self.source, self.target):
@@ -117,7 +123,8 @@ class Transfer:
         seconds = time.perf_counter() - begin
         if self.checksum and self.rounds:
             self._verify(group)
-        return self.traffic(seconds)
+        traffic = self.traffic(seconds)
+        return traffic if self.following is None else traffic + self.following.run()
 
     def traffic(self, seconds: float) -> Traffic:
         """What each run moves on this rank."""
@@ -143,6 +150,8 @@ class Transfer:
     def release(self) -> None:
         """Give the buckets' memory back; the next run takes it again."""
         self.buckets.release()
+        if self.following is not None:
+            self.following.release()
 
 
 def connect(
@@ -158,11 +167,32 @@ def connect(
     ranks_per_node: int = 8,
     checksum: bool = False,
 ) -> Transfer:
-    """A transfer between two layouts' tensors, planned and bound: build it once, run it whenever weights changed."""
-    plan = make_plan(source_layout, target_layout, itemsize=dtype.itemsize, ranks_per_node=ranks_per_node)
-    return Transfer(
-        plan, source, target, rank=rank, dtype=dtype, group=group, bucket_bytes=bucket_bytes, checksum=checksum
-    )
+    """A transfer between two layouts' tensors, planned and bound: build it once, run it whenever weights changed.
+
+    Units that all systems keep in float32 are sent in it, whatever `dtype` is.
+    """
+    source, target = check_tensors(source_layout, rank, source), check_tensors(target_layout, rank, target)
+    transfer: Transfer | None = None
+    for here, there, sent in _by_dtype(source_layout, target_layout, dtype):
+        transfer = Transfer(
+            make_plan(here, there, itemsize=sent.itemsize, ranks_per_node=ranks_per_node),
+            {name: source[name] for name in here.parameters(rank)},
+            {name: target[name] for name in there.parameters(rank)},
+            rank=rank, dtype=sent, group=group, bucket_bytes=bucket_bytes, checksum=checksum, following=transfer,
+        )  # fmt: skip
+    assert transfer is not None
+    return transfer
+
+
+def _by_dtype(source: Layout, target: Layout, dtype: torch.dtype) -> list[tuple[Layout, Layout, torch.dtype]]:
+    """The parts of a transfer that travel in dtypes of their own, `dtype` last."""
+    kinds = {u.canonical: u.kind for layout in (source, target) for rank in layout.ranks for u in layout.units(rank)}
+    exact = frozenset(name for name, kind in kinds.items() if kind in FLOAT32_KINDS)
+    if not exact or not dtype.is_floating_point or torch.promote_types(dtype, torch.float32) == dtype:
+        return [(source, target, dtype)]
+    rest = frozenset(kinds) - exact
+    parts = [(exact, torch.float32), (rest, dtype)] if rest else [(exact, torch.float32)]
+    return [(Part(source, names), Part(target, names), sent) for names, sent in parts]
 
 
 def check_tensors(layout: Layout, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

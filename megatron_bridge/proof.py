@@ -15,7 +15,7 @@ import torch
 from megatron_bridge import compat
 from megatron_bridge.execute import connect
 from megatron_bridge.layouts import HFLayout, Layout
-from megatron_bridge.layouts.part import OneUnit
+from megatron_bridge.layouts.part import Part, one_unit
 
 TABLE = 1_048_573  # length of the table of known values, a prime
 CHUNK = 1 << 18  # elements that are digested at a time
@@ -36,7 +36,7 @@ def startup_proof(llm: Any, layout: Layout, tensors: dict[str, torch.Tensor], ra
     source = HFLayout(layout.arch, layout.ranks)  # every rank holds all, so that nothing is sent
     values = KnownValues(source, rank, some.dtype, some.device)
     for unit in source.all_units:
-        _write_unit(OneUnit(source, unit.canonical), OneUnit(layout, unit.canonical), values, tensors, rank)
+        _write_unit(one_unit(source, unit.canonical), one_unit(layout, unit.canonical), values, tensors, rank)
     model = compat.vllm_model(llm)
     bridged = digests(model)
     for tensor in tensors.values():
@@ -46,9 +46,7 @@ def startup_proof(llm: Any, layout: Layout, tensors: dict[str, torch.Tensor], ra
     return sorted(name for name in bridged.keys() | loaded.keys() if bridged.get(name) != loaded.get(name))
 
 
-def _write_unit(
-    source: OneUnit, target: OneUnit, values: "KnownValues", tensors: dict[str, torch.Tensor], rank: int
-) -> None:
+def _write_unit(source: Part, target: Part, values: "KnownValues", tensors: dict[str, torch.Tensor], rank: int) -> None:
     held = {name: values[name] for name in source.parameters(rank)}
     filled = {name: tensors[name] for name in target.parameters(rank)}
     connect(source, held, target, filled, rank=rank, dtype=values.dtype).run()

@@ -1,4 +1,7 @@
-"""A layout cut down to one unit, for transfers that take a model apart: an engine's own loader wants whole tensors."""
+"""A layout cut down to some units, for transfers that take a model apart.
+
+An engine's own loader wants whole tensors, a unit at a time; units in a dtype of their own travel by themselves.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -9,11 +12,11 @@ from megatron_bridge.layouts.layout import Layout, Unit
 
 
 @dataclass(frozen=True)
-class OneUnit(Layout):
-    """What `base` holds of the unit with the canonical prefix `canonical`."""
+class Part(Layout):
+    """What `base` holds of the units with these canonical prefixes."""
 
     base: Layout
-    canonical: str
+    canonical: frozenset[str]
 
     @property
     def arch(self) -> Architecture:  # type: ignore[override]
@@ -27,7 +30,12 @@ class OneUnit(Layout):
         return self.base.shard(rank, kind)
 
     def units(self, rank: int) -> tuple[Unit, ...]:
-        return tuple(unit for unit in self.base.units(rank) if unit.canonical == self.canonical)
+        return tuple(unit for unit in self.base.units(rank) if unit.canonical in self.canonical)
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
         return self.base.params(kind, shard)
+
+
+def one_unit(layout: Layout, canonical: str) -> Part:
+    """The unit with this canonical prefix alone."""
+    return Part(layout, frozenset({canonical}))

@@ -19,7 +19,7 @@ from megatron_bridge.checkpoints import open_source
 from megatron_bridge.execute import Traffic, Transfer, connect
 from megatron_bridge.families.architecture import Architecture
 from megatron_bridge.layouts import HFLayout, Layout, VLLMLayout
-from megatron_bridge.layouts.part import OneUnit
+from megatron_bridge.layouts.part import one_unit
 from megatron_bridge.proof import startup_proof
 from rlflow.parallel import device
 from rlflow.rollout.world import Replicas
@@ -102,7 +102,7 @@ class WeightReceiver:
 
     def _load_unit(self, layout: Layout, whole: HFLayout, unit: str, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Bring a unit's whole tensors to every rollout rank and give them to vLLM's loader."""
-        source, target = OneUnit(layout, unit), OneUnit(whole, unit)
+        source, target = one_unit(layout, unit), one_unit(whole, unit)
         held = {name: tensors[name] for name in source.parameters(self._rank)}
         filled = {
             name: torch.empty(param.shape, dtype=self._dtype, device=device())
