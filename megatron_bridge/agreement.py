@@ -4,9 +4,10 @@ Ranks plan alone. Where they were given different settings, two jobs with config
 would have other sizes than the peers expect: a hang, or wrong weights. Here it becomes an error that says so.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,10 +37,21 @@ def fingerprint(transfer: "Transfer") -> int:
     """63 bits that differ, almost surely, where two transfers differ in anything that their messages depend on."""
     plan = transfer.plan
     facts = (
-        plan.source, plan.target, sorted(plan.traffic.items()), str(transfer.dtype),
+        plan.source, plan.target, [sorted(traffic.items()) for traffic in plan.phase_traffic], str(transfer.dtype),
         [len(phase.exchange.rounds) for phase in transfer.phases], transfer.checksum,
     )  # fmt: skip
-    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(repr(_ordered(facts)).encode()).digest()[:8], "big") >> 1
+
+
+def _ordered(value: Any) -> Any:
+    """A value whose representation is the same in all processes: sets come in an order of each process's own."""
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__, [_ordered(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, frozenset | set):
+        return sorted(map(repr, value))
+    if isinstance(value, Mapping):
+        return [(key, _ordered(inner)) for key, inner in value.items()]
+    return [_ordered(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def gather_faults(group: Group, count: int) -> list[int]:

@@ -1,5 +1,8 @@
 """Messages between real processes: what is sent is cast, checked, and the same on all ranks; failures are errors."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +88,24 @@ def _differently(settings: list[dict[str, Any]]) -> str:
 def test_different_settings_are_an_error_on_all_ranks(world: Callable[..., Any], other: dict[str, Any]) -> None:
     for message in world(2, _differently, [{}, other]):
         assert message.startswith("ranks [1] planned another transfer than rank 0")
+
+
+FINGERPRINT = """
+from megatron_bridge.agreement import fingerprint
+from tests.bridge.test_exchange import *
+from megatron_bridge.layouts.part import Part
+source, target = MegatronLayout(toy(), tp=2), VLLMLayout(toy())
+names = frozenset(unit.canonical for unit in target.units(0))
+print(fingerprint(connect(Part(source, names), {}, Part(target, names), {}, rank=7, dtype=torch.float32)))
+"""
+
+
+def test_processes_agree_though_they_order_sets_in_their_own_ways() -> None:
+    def found(seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        return subprocess.check_output([sys.executable, "-c", FINGERPRINT], env=environment, text=True)
+
+    assert int(found("1")) == int(found("2"))
 
 
 def _corrupt(bad_round: int, change: Callable[[Tensor], None]) -> str:
