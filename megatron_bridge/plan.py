@@ -85,8 +85,7 @@ class Plan:
     those of phase 1 a *target* parameter of another rank of the node, which phase 0 has filled.
     """
 
-    def __init__(self, source: Layout, target: Layout, itemsize: int, ranks_per_node: int, relay: bool = False) -> None:
-        self.relay = relay
+    def __init__(self, source: Layout, target: Layout, itemsize: int, ranks_per_node: int) -> None:
         self.source, self.target = source, target
         self.itemsize, self.ranks_per_node = itemsize, ranks_per_node
         check_layouts(source, target)
@@ -159,8 +158,7 @@ class Plan:
                 wants = tuple((member, self.target.shard(first + member, kind)) for member in bundle.members)
                 haves = nodes.get(node, ())
                 for need in meeting.needs(kind, wants, haves, shards):
-                    for one in [need] if self.relay else _alone(need):
-                        yield node, bundle, one
+                    yield node, bundle, need
 
     def _bundles(self) -> Iterator[tuple[int, list[Bundle]]]:
         """The units that each node wants, together if the same ranks hold them and the same members want them."""
@@ -269,12 +267,6 @@ class _Flow:
                 self.received[target] += elements
                 self.targets[source].append(target)
                 self.sources[target].append(source)
-
-
-def _alone(need: Need) -> Iterator[Need]:
-    for at, needer in enumerate(need.needers):
-        parts = tuple(part._replace(targets=(part.targets[at],)) for part in need.parts)
-        yield need._replace(needers=(needer,), parts=parts)
 
 
 def _traffic(shares: dict[int, list[Share]]) -> Counter[tuple[int, int]]:
