@@ -6,6 +6,7 @@ what belongs to the model: config, tokenizer, generation settings. It has its na
 """
 
 import errno
+import io
 import json
 import shutil
 from collections import Counter, defaultdict
@@ -29,7 +30,14 @@ from megatron_bridge.export import Carried, together
 from megatron_bridge.families import Architecture
 from megatron_bridge.files import MappedTensors
 from megatron_bridge.layouts import Layout, MegatronLayout
-from megatron_bridge.layouts.torch_dist import TorchDistLayout, cut_grids, is_homogeneous, key_names, stored
+from megatron_bridge.layouts.torch_dist import (
+    TorchDistLayout,
+    cut_grids,
+    extra_states,
+    is_homogeneous,
+    key_names,
+    stored,
+)
 from megatron_bridge.plan import Copy, make_plan
 
 CHUNK_BYTES = 64 * 2**20
@@ -166,12 +174,14 @@ class _Maker:
         self._copies: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan.into(rank, rank):
             self._copies[copy.target.parameter].append(copy)
+        extra = [key for unit in layout.units(rank) for key in extra_states(layout.arch, unit)]
+        self._objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in extra]
         self._memory = bytearray(max((chunk.nbytes for _, chunk in self._chunks.values()), default=1))
 
     @property
     def items(self) -> list[WriteItem]:
         """What is to be written, in order."""
-        return [item for item, _ in self._chunks.values()]
+        return self._objects + [item for item, _ in self._chunks.values()]
 
     def make(self, item: WriteItem) -> Tensor:
         """A chunk's values, until the next one is made."""
@@ -197,6 +207,9 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, maker: _Maker) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._maker = maker
+        nothing = io.BytesIO()
+        torch.save([None], nothing)
+        self._nothing = nothing.getvalue()
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self._maker.items)
@@ -206,8 +219,8 @@ class _Planner(DefaultSavePlanner):
         """As they are: the bridge's plan has proven that the chunks fill each tensor once."""
         return create_default_global_save_plan(all_plans)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._maker.make(write_item)
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return io.BytesIO(self._nothing) if write_item.type == WriteItemType.BYTE_IO else self._maker.make(write_item)
 
 
 def _save(folder: Path, maker: _Maker, group: dist.ProcessGroup | None) -> None:

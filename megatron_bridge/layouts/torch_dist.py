@@ -233,3 +233,19 @@ def candidates(arch: Architecture, name: str) -> Iterator[tuple[Stored, ...]]:
     single = EXPERT.sub(r"mlp.experts.experts.\1.", name)
     yield (Stored(single),)
     yield tuple(Stored(f"{single}{suffix}", part=i) for i, suffix in enumerate(GATED))
+
+
+def extra_states(arch: Architecture, unit: Unit) -> list[str]:
+    """Keys of what the modules of a unit keep besides weights (scales of 8-bit formats), which Megatron insists on."""
+    if not unit.prefix.startswith("decoder."):
+        return []
+    names = [name for param in key_names(arch, unit.kind).values() for name in param.written()]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if "." in name)
+    if any(module.startswith("self_attention.") for module in modules):
+        modules["self_attention.core_attention"] = None
+    keys = []
+    for module in modules:
+        place = stored(arch, f"{unit.prefix}{module}._extra_state", is_homogeneous(arch))
+        at, of = (".".join(map(str, numbers)) for numbers in (place.indices or (0,), place.lead or (1,)))
+        keys.append(f"{place.key}/shard_{at}_{of}")
+    return keys
