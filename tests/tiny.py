@@ -22,6 +22,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
         "sliding_window": None,
     },
+    "gemma3_text": {  # windows shorter than most sequences
+        "num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "glm4": {"num_hidden_layers": 4, "head_dim": 32},
+    "deepseek_v3": {  # layer 0 is dense; vLLM on a CPU knows latents of 512 + 64 only
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
+        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "topk_method": "noaux_tc",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
+            "mscale": 1.0, "mscale_all_dim": 0.7,
+        },
+    },
+    "glm": {"num_hidden_layers": 4, "head_dim": 32, "attention_bias": False},
 }  # fmt: skip
 
 TEMPLATE = (
@@ -72,9 +92,14 @@ def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.normal_(0.0 if "bias" in name else 1.0, 0.2, generator=generator)
+                around_zero = "bias" in name or family == "gemma3_text"  # whose norms add one to their weights
+                parameter.normal_(0.0 if around_zero else 1.0, 0.2, generator=generator)
             else:
                 parameter.normal_(0.0, 0.5 if "embed" in name or "lm_head" in name else 0.12, generator=generator)
-    model.to(dtype).save_pretrained(folder)
+        model.to(dtype)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # float32 in every model
+                buffer.data = torch.empty_like(buffer, dtype=torch.float32).normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 1], "pad_token_id": 0}))
     save_tokenizer(folder)

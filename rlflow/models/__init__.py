@@ -3,7 +3,7 @@
 from rlflow.models.config import transformer_config
 from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.packed import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
-from rlflow.models.policy import PolicyModel, build_policy, has_transformer_engine
+from rlflow.models.policy import PolicyModel, build_policy, fits_transformer_engine, has_transformer_engine
 from rlflow.models.stages import split_layers
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Scoring",
     "VocabShard",
     "build_policy",
+    "fits_transformer_engine",
     "has_transformer_engine",
     "pack_for_local_spec",
     "pack_for_te_spec",

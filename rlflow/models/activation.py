@@ -35,16 +35,29 @@ def _fill_gradient(joined: Tensor, grad: Tensor, out: Tensor) -> None:
     torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
 
 
-class SwiGLU(torch.nn.Module):
-    """silu(gate) · up of [..., gate | up]; megatron builds it with a config and calls it on fc1's output."""
+class GatedActivation(torch.nn.Module):
+    """A function of [..., gate | up]; megatron builds it with a config and calls it on fc1's output."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__()
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing to save; megatron's MLP asks each of its modules."""
+        return {}
+
+
+class SwiGLU(GatedActivation):
+    """silu(gate) · up."""
 
     def forward(self, joined: Tensor) -> Tensor:
         """[..., 2 · ffn] → [..., ffn]."""
         return _SwiGLU.apply(joined)
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing to save; megatron's MLP asks each of its modules."""
-        return {}
+
+class TanhGeGLU(GatedActivation):
+    """gelu(gate) · up, with the tanh approximation of gelu."""
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """[..., 2 · ffn] → [..., ffn]."""
+        gate, up = joined.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_bridge.compat import allow_grouped_queries
-from rlflow.models.rope import rotate
+from rlflow.models.rope import RotationTable, rotate
 from rlflow.models.short_attention import attend_short
 
 if TYPE_CHECKING:
@@ -59,14 +59,38 @@ class AttentionPlan:
     place: Tensor  # int64 [T], where the row lies in the concatenated outputs of all batches
 
 
-def plan_attention(segments: Sequence[Segment], device: torch.device, dtype: torch.dtype) -> AttentionPlan:
-    """Batch the segments of a micro-batch; they must cover the rows 0 … T − 1 once."""
-    batches = [_make_batch(group, device, dtype) for group in _similar(segments)]
+class AttentionInput(NamedTuple):
+    """What the attention of a layer needs to know of a micro-batch."""
+
+    rotation: RotationTable
+    plan: AttentionPlan | None  # None: by the kernel for packed sequences
+    window: int = 0
+
+
+def plan_attention(
+    segments: Sequence[Segment], device: torch.device, dtype: torch.dtype, window: int = 0
+) -> AttentionPlan:
+    """Batch the segments of a micro-batch; they must cover the rows 0 … T − 1 once.
+
+    With a `window` each row sees so many rows at most: itself and those before it, of its prefix too.
+    """
+    if window:
+        segments = _cut_to_windows(segments, window)
+    batches = [_make_batch(group, device, dtype, window) for group in _similar(segments)]
     rows = torch.cat([batch.rows for batch in batches])
     is_own = torch.cat([batch.is_own for batch in batches])
     place = torch.empty(sum(end - start for *_, start, end in segments), dtype=torch.int64, device=device)
     place[rows[is_own]] = torch.arange(len(rows), device=device)[is_own]
     return AttentionPlan(batches, place)
+
+
+def _cut_to_windows(segments: Sequence[Segment], window: int) -> list[Segment]:
+    """The same rows in segments no longer than a window, each with the rows before it that it may see as its prefix."""
+    parts: list[Segment] = []
+    for prefix_start, prefix_end, start, end in segments:
+        parts.append((max(prefix_start, prefix_end - window + 1), prefix_end, start, min(end, start + window)))
+        parts += [(at - window + 1, at, at, min(end, at + window)) for at in range(start + window, end, window)]
+    return parts
 
 
 def _similar(segments: Sequence[Segment]) -> Iterable[list[Segment]]:
@@ -84,7 +108,8 @@ def _similar(segments: Sequence[Segment]) -> Iterable[list[Segment]]:
             yield group
 
 
-def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) -> SegmentBatch:
+def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype, window: int) -> SegmentBatch:
+    """A batch of segments that are no longer than the window, where there is one."""
     prefix_start, prefix_end, start, end = torch.tensor(group, device=device).unbind(1)
     prefix_length, length = prefix_end - prefix_start, end - start
     own, prefix = torch.arange(int(length.max()), device=device), torch.arange(int(prefix_length.max()), device=device)
@@ -98,9 +123,10 @@ def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype) 
         return SegmentBatch(rows.flatten(), is_own.flatten(), rows.flatten(), len(group), None, dtype, False)
     has_prefix = prefix < prefix_length[:, None]
     prefix_rows = torch.where(has_prefix, prefix_start[:, None] + prefix, prefix_start[:, None])
-    visible = torch.cat(
-        [has_prefix[:, None].expand(-1, len(own), -1), (own[:, None] >= own).expand(len(group), -1, -1)], -1
-    )
+    sees_prefix = has_prefix[:, None].expand(-1, len(own), -1)
+    if window:
+        sees_prefix = sees_prefix & (prefix_length[:, None, None] + own[:, None] - prefix < window)
+    visible = torch.cat([sees_prefix, (own[:, None] >= own).expand(len(group), -1, -1)], -1)
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     seen_rows = torch.cat([prefix_rows, rows], 1)
     return SegmentBatch(
@@ -151,19 +177,33 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """[T, 1, heads, d], [T, 1, kv_heads, d] twice → [T, 1, heads · d]."""
-        packed = packed_seq_params
-        query, key = (rotate(states.squeeze(1), packed.rotation) for states in (query, key))
+        rotation, plan, window = self._how(packed_seq_params)
+        query, key = (rotate(states.squeeze(1), rotation) for states in (query, key))
         value = value.squeeze(1)
-        if packed.plan is not None:
-            return attend(query, key, value, packed.plan, self.scale).unsqueeze(1)
-        return _attend_varlen(query, key, value, packed).unsqueeze(1)
+        if plan is not None:
+            return attend(query, key, value, plan, self.scale).unsqueeze(1)
+        return attend_varlen(query, key, value, packed_seq_params, self.scale, window).unsqueeze(1)
+
+    def _how(self, packed: PackedInput) -> AttentionInput:
+        return AttentionInput(packed.rotation, packed.plan)
 
 
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInput) -> Tensor:
-    """The CUDA kernel for packed sequences that share no prompts; its scale is 1 / √d."""
+class WindowAttention(PackedAttention):
+    """Core attention of a layer whose rows see a window only."""
+
+    def _how(self, packed: PackedInput) -> AttentionInput:
+        assert packed.windowed is not None, "the model's rotations know no window"
+        return packed.windowed
+
+
+def attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInput, scale: float, window: int) -> Tensor:
+    """The CUDA kernel for packed sequences that share no prompts."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: Any = allow_grouped_queries(varlen_attn) if query.shape[1] != key.shape[1] else {}
     bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    out: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=(-1, 0), **grouped)
+    before = window - 1  # rows that a row sees besides itself; −1 is the kernel's word for all
+    out: Any = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0), **grouped
+    )
     return out.flatten(1)

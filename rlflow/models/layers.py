@@ -21,9 +21,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_bridge.compat import mlp_submodules
 from megatron_bridge.families import Architecture
+from rlflow.models.gemma import GEMMA3
+from rlflow.models.glm import GLM4
 from rlflow.models.variant import Variant
 
-VARIANTS: Mapping[str, Variant] = {}  # by family; whoever is not named is like Llama
+VARIANTS: Mapping[str, Variant] = {  # by family; whoever is not named is like Llama
+    "gemma3_text": GEMMA3,
+    "glm4": GLM4,
+}
 
 
 def variant_of(arch: Architecture) -> Variant:

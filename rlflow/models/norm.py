@@ -1,11 +1,19 @@
-"""RMSNorm for the local layer spec; unlike megatron-core's torch norm it may be used under sequence parallelism."""
+"""RMSNorm for the local layer spec; unlike megatron-core's torch norm it may be used under sequence parallelism.
+
+Some families have norms behind attention and feed-forward part too, for which megatron-core has no place: they belong
+to the projection that ends the part.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+
+from megatron_bridge.compat import mlp_submodules
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
@@ -43,3 +51,41 @@ class RMSNorm(torch.nn.RMSNorm):
         if states.device.type == "cpu":
             return _RMSNormOnCPU.apply(states, self.weight, self.eps)
         return super().forward(states)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) · (1 + weight), computed in float32."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        weight = self.weight.float() + 1
+        if states.device.type == "cpu":
+            return _RMSNormOnCPU.apply(states, weight, self.eps)
+        return torch.nn.functional.rms_norm(states.float(), self.normalized_shape, weight, self.eps).to(states.dtype)
+
+
+class NormedProjection(RowParallelLinear):
+    """The projection that ends a part of a layer, with a norm behind it, both named as in Megatron-Bridge."""
+
+    norm: type[RMSNorm] = RMSNorm
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **how: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **how)
+        self.post_layernorm = self.norm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, None]:
+        """[T, 1, heads · d or ffn, a part of them] → [T, 1, H], or this rank's rows under sequence parallelism."""
+        projected, _ = super().forward(states)
+        return self.post_layernorm(projected), None
+
+
+class ZeroCenteredProjection(NormedProjection):
+    """The same with a zero-centered norm."""
+
+    norm = ZeroCenteredRMSNorm
+
+
+def put_norms_behind(layer: ModuleSpec, projection: type[NormedProjection]) -> None:
+    """Let both parts of a dense layer of the local spec end in such a projection."""
+    layer.submodules.self_attention.submodules.linear_proj = projection
+    for mlp in mlp_submodules(layer.submodules.mlp):
+        mlp.linear_fc2 = projection

@@ -12,8 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlflow.batch import MicroBatch
-from rlflow.models.attention import AttentionPlan, plan_attention
-from rlflow.models.rope import rotation_table
+from rlflow.models.attention import AttentionInput, AttentionPlan, plan_attention
+from rlflow.models.rope import Rope, Ropes, RotationTable, rotation_table
 
 
 @dataclass
@@ -34,24 +34,30 @@ class PackedInput(PackedSeqParams):
     sequence of a batch of one, and does by itself what differs between sequences.
     """
 
-    rotation: tuple[Tensor, Tensor] = field(default=None)  # type: ignore[assignment]
+    rotation: RotationTable = field(default=None)  # type: ignore[assignment]
     plan: AttentionPlan | None = None
+    windowed: AttentionInput | None = None  # for layers that have a window
     scoring: Scoring = field(default=None)  # type: ignore[assignment]
 
 
-def pack_for_local_spec(
-    micro_batch: MicroBatch, frequencies: Tensor, dtype: torch.dtype, scoring: Scoring
-) -> PackedInput:
-    """Rotation and attention plan of a micro-batch that lies on its device already."""
+def pack_for_local_spec(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
+    """Rotations and attention plans of a micro-batch that lies on its device already."""
     device = micro_batch.token_ids.device
     shares = any(prefix_end > prefix_start for prefix_start, prefix_end, _, _ in micro_batch.segments)
     fused = device.type == "cuda" and dtype != torch.float32 and not shares
+
+    def attention(rope: Rope, window: int) -> AttentionInput:
+        plan = None if fused else plan_attention(micro_batch.segments, device, dtype, window)
+        return AttentionInput(rotation_table(micro_batch.position_ids, rope, dtype), plan, window)
+
+    everywhere = attention(ropes.plain, 0)
     return PackedInput(
         qkv_format="sbhd",
         cu_seqlens_q=micro_batch.cu_seqlens,
         max_seqlen_q=micro_batch.max_seqlen,
-        rotation=rotation_table(micro_batch.position_ids, frequencies, dtype),
-        plan=None if fused else plan_attention(micro_batch.segments, device, dtype),
+        rotation=everywhere.rotation,
+        plan=everywhere.plan,
+        windowed=None if ropes.windowed is None else attention(ropes.windowed, ropes.window),
         scoring=scoring,
     )
 

@@ -22,7 +22,15 @@ from megatron_bridge.families import Architecture
 from rlflow.models.layers import block_spec, variant_of
 from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.packed import PackedInput
+from rlflow.models.rope import Ropes, make_ropes
 from rlflow.parallel import Grid, active, device
+
+
+def fits_transformer_engine(arch: Architecture) -> bool:
+    """Whether the Transformer Engine spec computes a model: its layers, and a rotation without a turn of its own."""
+    rope = make_ropes(arch).plain
+    plain = not rope.interleaved and rope.factor == 1.0 and arch.rotary_dim == arch.head_dim
+    return plain and variant_of(arch).transformer_engine
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
@@ -73,7 +81,7 @@ class PolicyModel(GPTModel):
     Returns hidden states [T, 1, H], on the last stage (log-probs, entropies) as `LogProbHead` gives them.
     """
 
-    frequencies: Tensor  # float32 [head_dim / 2], for the local spec's rotation
+    ropes: Ropes  # for the local spec's rotation
 
     def vocabulary_weights(self) -> list[torch.nn.Parameter]:
         """The embedding and the head of this stage, as far as it holds them; one where they are tied."""
@@ -107,9 +115,9 @@ def build_policy(
             share_embeddings_and_output_weights=arch.tied,
             pg_collection=grid.groups,
         )
-    model.frequencies = variant.frequencies(arch).to(device())
+    model.ropes = make_ropes(arch).to(device())
     if config.apply_rope_fusion:
-        model.rotary_pos_emb.inv_freq = model.frequencies
+        model.rotary_pos_emb.inv_freq = model.ropes.plain.frequencies
     if grid.is_first_stage:
         model.embedding.word_embeddings.__class__ = variant.embedding  # the same state, another forward and backward
     if grid.is_last_stage:

@@ -6,7 +6,9 @@ Packing decides the positions; nothing here looks at sequence bounds, so that a 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,65 +17,171 @@ from megatron_bridge.families import Architecture
 from rlflow.errors import UserError
 
 
-def inverse_frequencies(arch: Architecture) -> Tensor:
-    """θ^(−2i/d) for each pair of channels, scaled as `rope_scaling` says: float32 [head_dim / 2] on the CPU.
+class Rope(NamedTuple):
+    """One rotation of the first channels of a head, twice as many as there are frequencies."""
 
-    Plain, `linear` and `llama3` scaling are known. Raises UserError for any other.
+    frequencies: Tensor  # float32, one a pair of channels
+    factor: float = 1.0  # of cosines and sines
+    interleaved: bool = False  # pairs are neighbours, not channels half a rotation apart
+
+    def to(self, device: torch.device) -> Rope:
+        return self._replace(frequencies=self.frequencies.to(device))
+
+
+class RotationTable(NamedTuple):
+    """Cosines and sines of every row, [T, 1, channels] each; the sine of the first channel of a pair is negated."""
+
+    cosines: Tensor
+    sines: Tensor
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Ropes:
+    """The rotation of a model's layers, and that of those whose attention has a window of so many tokens, if any."""
+
+    plain: Rope
+    windowed: Rope | None = None
+    window: int = 0
+
+    def to(self, device: torch.device) -> Ropes:
+        windowed = None if self.windowed is None else self.windowed.to(device)
+        return Ropes(self.plain.to(device), windowed, self.window)
+
+
+def make_ropes(arch: Architecture) -> Ropes:
+    """The rotations of a model, on the CPU. Raises UserError for a scaling that is not known, and for several windows.
+
+    Plain, `linear`, `llama3` and `yarn` scaling are known.
     """
+    plain = _make_rope(arch)
+    windows = set(arch.windows) - {0}
+    if not windows:
+        return Ropes(plain)
+    if len(windows) > 1:
+        raise UserError("config.json", f"attention windows of {sorted(windows)} tokens: one model may have one size")
+    if arch.window_rope_theta is None:
+        return Ropes(plain, plain, *windows)
+    windowed = Rope(inverse_frequencies(arch.window_rope_theta, arch.rotary_dim), interleaved=arch.rotary_interleaved)
+    return Ropes(plain, windowed, *windows)
+
+
+def inverse_frequencies(theta: float, channels: int) -> Tensor:
+    """θ^(−2i/d) for each pair of channels: float32 [channels / 2] on the CPU."""
     # The exact operations of transformers: float32 differs by an ulp, and an ulp of a frequency grows with position.
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).to(torch.float32) / arch.head_dim
-    frequencies = 1.0 / (arch.rope_theta**exponents)
+    exponents = torch.arange(0, channels, 2, dtype=torch.int64).to(torch.float32) / channels
+    return 1.0 / (theta**exponents)
+
+
+def _make_rope(arch: Architecture) -> Rope:
+    rope = Rope(inverse_frequencies(arch.rope_theta, arch.rotary_dim), interleaved=arch.rotary_interleaved)
     scaling = arch.rope_scaling
     if scaling is None:
-        return frequencies
+        return rope
     kind = scaling["rope_type"]
-    if kind == "linear":
-        return frequencies / scaling["factor"]
-    if kind == "llama3":
-        return _llama3(frequencies, scaling, arch.max_positions)
-    raise UserError("config.json: rope_scaling", f"rope_type {kind!r} is not supported; known: default, linear, llama3")
+    if kind not in SCALINGS:
+        known = ", ".join(("default", *SCALINGS))
+        raise UserError("config.json: rope_scaling", f"rope_type {kind!r} is not supported; known: {known}")
+    return SCALINGS[kind](rope, scaling, arch)
 
 
-def _llama3(frequencies: Tensor, scaling: dict[str, Any], max_positions: int) -> Tensor:
+def _linear(rope: Rope, scaling: dict[str, Any], arch: Architecture) -> Rope:
+    """Positions are divided by `factor`."""
+    return rope._replace(frequencies=rope.frequencies / scaling["factor"])
+
+
+def _llama3(rope: Rope, scaling: dict[str, Any], arch: Architecture) -> Rope:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    frequencies = rope.frequencies
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    trained = scaling.get("original_max_position_embeddings", max_positions)
+    trained = scaling.get("original_max_position_embeddings", arch.max_positions)
     wavelengths = 2 * math.pi / frequencies
     stretched = torch.where(wavelengths > trained / low, frequencies / factor, frequencies)
     smooth = (trained / wavelengths - low) / (high - low)
     between = (1 - smooth) * stretched / factor + smooth * stretched
     medium = (wavelengths >= trained / high) & (wavelengths <= trained / low)
-    return torch.where(medium, between, stretched)
+    return rope._replace(frequencies=torch.where(medium, between, stretched))
 
 
-def rotation_table(position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position [T] in `dtype`: two [T, 1, head_dim], to broadcast over heads.
+def _yarn(rope: Rope, scaling: dict[str, Any], arch: Architecture) -> Rope:
+    """YaRN (arXiv:2309.00071, section 3.2): channels that turn seldom in the trained length are stretched by `factor`.
 
-    Each angle is there twice, for both channels of its pair; the first one's sine is negated.
+    `beta_fast` and `beta_slow` are turns between which the stretch sets in; cosines and sines are enlarged too.
     """
-    angles = position_ids.to(torch.float32)[:, None, None] * frequencies.to(position_ids.device)
-    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
+    channels, theta, factor = 2 * len(rope.frequencies), arch.rope_theta, scaling["factor"]
+    trained = scaling.get("original_max_position_embeddings", arch.max_positions)
+    turns = (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+    first, last = (channels * math.log(trained / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in turns)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, channels - 1)
+    ramp = (torch.arange(channels // 2, dtype=torch.float32) - first) / (last - first or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    stretched = 1.0 / (factor * (theta ** (torch.arange(0, channels, 2).float() / channels)))
+    frequencies = stretched * (1 - kept) + rope.frequencies * kept
+    return rope._replace(frequencies=frequencies, factor=_attention_factor(scaling))
+
+
+def _attention_factor(scaling: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cosines and sines by: 0.1 · ln(factor) + 1 unless the config says otherwise."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return yarn_scale(scaling["factor"], scaling["mscale"]) / yarn_scale(
+            scaling["factor"], scaling["mscale_all_dim"]
+        )
+    return yarn_scale(scaling["factor"])
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """0.1 · mscale · ln(factor) + 1, YaRN's answer to attention that grows flat with length; 1 without a stretch."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+SCALINGS: dict[str, Callable[[Rope, dict[str, Any], Architecture], Rope]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def rotation_table(position_ids: Tensor, rope: Rope, dtype: torch.dtype) -> RotationTable:
+    """Cosines and sines of every position [T] in `dtype`, each angle twice: for both channels of its pair."""
+    angles = position_ids.to(torch.float32)[:, None, None] * rope.frequencies.to(position_ids.device)
+    cosines, sines = ((part * rope.factor).to(dtype) for part in (angles.cos(), angles.sin()))
+    if rope.interleaved:
+        return RotationTable(cosines.repeat_interleave(2, -1), torch.stack([-sines, sines], -1).flatten(-2), True)
+    return RotationTable(torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1))
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cosines, sines)
-        return _rotated(states, cosines, sines, 1)
+        ctx.interleaved = interleaved
+        return _rotated(states, cosines, sines, interleaved, 1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
-        return _rotated(grads[0], cosines, sines, -1), None, None
+        return _rotated(grads[0], cosines, sines, ctx.interleaved, -1), None, None, None
 
 
-def _rotated(states: Tensor, cosines: Tensor, sines: Tensor, direction: int) -> Tensor:
+def _rotated(states: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, direction: int) -> Tensor:
     """Whole heads at a time: on a CPU, operations on half a head cost twice as much."""
-    partners = states.roll(states.shape[-1] // 2, -1)
+    if interleaved:
+        partners = states.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partners = states.roll(states.shape[-1] // 2, -1)
     return (states * cosines).addcmul_(partners, sines, value=direction)
 
 
-def rotate(states: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn channel pairs (i, i + head_dim / 2) of [T, heads, head_dim] by their positions' angles."""
-    return _Rotate.apply(states, *table)
+def rotate(states: Tensor, table: RotationTable) -> Tensor:
+    """Turn the channel pairs of [T, heads, head_dim] by their positions' angles, in as many channels as the table has.
+
+    The pairs are those of the table: (i, i + channels / 2), or neighbours.
+    """
+    channels = table.cosines.shape[-1]
+    if channels == states.shape[-1]:
+        return _Rotate.apply(states, *table)
+    return torch.cat([_Rotate.apply(states[..., :channels], *table), states[..., channels:]], -1)

@@ -11,14 +11,13 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_bridge.families import Architecture
 from rlflow.models.activation import SwiGLU
 from rlflow.models.attention import PackedAttention
 from rlflow.models.embedding import VocabularyEmbedding
 from rlflow.models.norm import RMSNorm
-from rlflow.models.rope import inverse_frequencies
 
 
 def _no_values(arch: Architecture) -> dict[str, Any]:
@@ -36,7 +35,7 @@ class Variant:
     `values` are fields of the config besides the common ones, or instead of them; `config` is the class that has them.
     `change` may put other modules into the spec of layer `number` (from 0, over all stages), or make it a spec of
     another layer class. `norm`, `attention` (the core one) and `activation` are modules of the local spec, `embedding`
-    is the first stage's; `frequencies` are those of the rotation, as `inverse_frequencies` gives them.
+    is the first stage's. `transformer_engine` says whether Transformer Engine's spec computes these layers too.
     """
 
     values: Callable[[Architecture], dict[str, Any]] = _no_values
@@ -46,4 +45,4 @@ class Variant:
     attention: type[nn.Module] = PackedAttention
     activation: type[nn.Module] = SwiGLU
     embedding: type[VocabularyEmbedding] = VocabularyEmbedding
-    frequencies: Callable[[Architecture], Tensor] = inverse_frequencies
+    transformer_engine: bool = True

@@ -28,6 +28,7 @@ from rlflow.config.schema import Optimizer
 from rlflow.models import (
     Scoring,
     build_policy,
+    fits_transformer_engine,
     has_transformer_engine,
     pack_for_local_spec,
     pack_for_te_spec,
@@ -68,7 +69,7 @@ class Engine:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
         if transformer_engine is None:
-            transformer_engine = has_transformer_engine(dtype)
+            transformer_engine = has_transformer_engine(dtype) and fits_transformer_engine(architecture)
         self.share_prompts = share_prompts and not transformer_engine
         stages = split_layers(architecture, grid.pp)
         self.layout = MegatronLayout(
@@ -189,7 +190,7 @@ class Engine:
         if self.layout.spec == "te":
             packed = pack_for_te_spec(micro_batch, scoring)
         else:
-            packed = pack_for_local_spec(micro_batch, self.model.frequencies, self.dtype, scoring)
+            packed = pack_for_local_spec(micro_batch, self.model.ropes, self.dtype, scoring)
         return model(micro_batch.token_ids[None], micro_batch.position_ids[None], None, packed_seq_params=packed)
 
     def _score(self, micro_batches: Iterator[MicroBatch], model: Any, temperature: float) -> tuple[Any, Any]:

@@ -14,12 +14,17 @@ SHARED: list[Segment] = [
 ]  # fmt: skip
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
+def plain(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment], window: int = 100) -> Tensor:
     rows = len(query)
     visible = torch.zeros(rows, rows, dtype=torch.bool)
     for prefix_start, prefix_end, start, end in segments:
         visible[start:end, prefix_start:prefix_end] = True
         visible[start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        positions = torch.cat([torch.arange(prefix_end - prefix_start), torch.arange(end - start)])
+        positions[prefix_end - prefix_start :] += prefix_end - prefix_start
+        seen = [*range(prefix_start, prefix_end), *range(start, end)]
+        near = positions[:, None] - positions < window
+        visible[start:end, seen] &= near[prefix_end - prefix_start :]
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
@@ -40,6 +45,16 @@ def test_output_and_gradient_of_each_sequence(segments: list[Segment]) -> None:
         torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
     ):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("segments", [PACKED, SHARED], ids=["packed", "shared"])
+def test_rows_see_a_window_over_their_prompt_and_themselves(segments: list[Segment], window: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(segments[-1][3], heads, 8, generator=draw) for heads in (4, 2, 2)]
+    plan = plan_attention(segments, torch.device("cpu"), torch.float32, window)
+    assert torch.allclose(attend(*inputs, plan, 0.3), plain(*inputs, segments, window), atol=1e-5)
+    assert all(batch.seen_rows.numel() <= 2 * window * batch.size for batch in plan.batches)
 
 
 @pytest.mark.parametrize("segments", [PACKED, SHARED], ids=["packed", "shared"])
