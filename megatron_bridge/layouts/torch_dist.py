@@ -144,7 +144,7 @@ def _grid(layout: MegatronLayout, kind: str, most: int) -> Iterator[tuple[str, t
     shards = {param.name: param.shape for param in named.params(kind, named.shard(named.ranks[0], kind))}
     for name, param in whole_params(layout.arch, kind).items():
         shape = padded(param, layout.padded_vocab).shape if kind == "vocab" else param.shape
-        held = shards[name if name in shards else re.sub(r"\d+", "0", name)]
+        held = shards[re.sub(r"^local_experts\.\d+", "local_experts.0", name)]
         parts = [n // m for n, m in zip(shape, held, strict=True)]
         if parts[0] > 1 and len(param.pieces) > 1 and param.pieces[0].strides[0] == volume(param.pieces[0].box[1:]):
             parts[0] *= len(param.pieces)  # gate and up projection are cut one by one
