@@ -142,6 +142,7 @@ class Bridge:
 
     bucket_mib: int = key("Most MiB a rank receives in one round of the transfer.", 256, minimum=1)
     startup_proof: bool = key("Compare the bridge with vLLM's own loader at start.", True)
+    checksum: bool = key("Compare what arrives in each transfer with what was sent.", False)
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,13 @@ class VLLMRollout:
         timeout_seconds: longest wait in vLLM's collectives.
         bucket_bytes: most bytes that a rank receives in one round of a sync.
         prove: compare bridge and vLLM's loader at start, see `megatron_bridge.proof`.
+        checksum: compare what arrives in each sync with what was sent.
     """
 
     def __init__(
         self, architecture: Architecture, model_path: str, config: Rollout, tokenizer: sampling.Tokenizer, *,
         dtype: str, seed: int, timeout_seconds: float = 600, bucket_bytes: int = 256 << 20, prove: bool = True,
+        checksum: bool = False,
     ) -> None:  # fmt: skip
         self._architecture, self._config, self._tokenizer, self._seed = architecture, config, tokenizer, seed
         self._rank = dist.get_rank()
@@ -61,8 +63,9 @@ class VLLMRollout:
                 )  # fmt: skip
         self._lifecycle = Lifecycle(self._llm, config.sleep_level if on_gpu else 0)
         self._weights = WeightReceiver(
-            architecture, self.replicas, self._llm, getattr(torch, config.dtype or dtype), bucket_bytes, prove
-        )
+            architecture, self.replicas, self._llm, getattr(torch, config.dtype or dtype), bucket_bytes, prove,
+            checksum,
+        )  # fmt: skip
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -40,13 +40,15 @@ class WeightReceiver:
         dtype: vLLM's, in which weights travel.
         bucket_bytes: most bytes that a rank receives in one round.
         prove: run the start-up proof; without it writing in place is taken to be right.
+        checksum: compare what arrives with what was sent.
     """
 
     def __init__(
         self, architecture: Architecture, replicas: Replicas, llm: "LLM | None", dtype: torch.dtype, bucket_bytes: int,
-        prove: bool,
+        prove: bool, checksum: bool = False,
     ) -> None:  # fmt: skip
         self._rank, self._llm, self._dtype, self._bucket_bytes = dist.get_rank(), llm, dtype, bucket_bytes
+        self._checksum = checksum
         self._ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self.layout = VLLMLayout(architecture, replicas.tensor_parallel_size, replicas.ranks)
         self._tensors = bind(llm, self.layout, self._rank) if llm is not None else {}
@@ -67,10 +69,10 @@ class WeightReceiver:
     def receive(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Write the weights that the ranks hold as `tensors` in `layout` into vLLM; returns the bytes moved.
 
-        UserError where tensors are missing, before anything is written here.
+        UserError where tensors are missing, before anything is written here; SyncError where not all arrived.
         """
         require_complete(layout, self._rank, tensors, self.layout)
-        traffic = self._bound(layout, tensors).run() if self.in_place else self._load(layout, tensors)
+        traffic = self._write(layout, tensors) if self.in_place else self._load(layout, tensors)
         if self._llm is not None and device().type == "cpu":
             compat.pack_vllm_cpu_weights(self._llm)
         return traffic
@@ -78,6 +80,13 @@ class WeightReceiver:
     def read(self, path: str) -> Traffic:
         """Write the weights of a model's folder, of which every rank reads its own part."""
         return self.receive(*open_source(path, self.layout.arch, range(dist.get_world_size())))
+
+    def _write(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
+        """Send everything straight into vLLM's parameters."""
+        transfer = self._bound(layout, tensors)
+        traffic = transfer.run()
+        transfer.release()  # vLLM's cache wakes next
+        return traffic
 
     def _bound(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Transfer:
         """The transfer from these tensors, made once as long as the same ones come."""
@@ -91,7 +100,7 @@ class WeightReceiver:
     ) -> Transfer:
         return connect(
             source, held, target, filled, rank=self._rank, dtype=self._dtype, bucket_bytes=self._bucket_bytes,
-            ranks_per_node=self._ranks_per_node,
+            ranks_per_node=self._ranks_per_node, checksum=self._checksum,
         )  # fmt: skip
 
     def _load(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:

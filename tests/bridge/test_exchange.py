@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron_bridge import checksum
 from megatron_bridge.errors import SyncError
-from megatron_bridge.exchange import Exchange
 from megatron_bridge.execute import Transfer, connect
 from megatron_bridge.layouts import MegatronLayout, VLLMLayout
-from tests.bridge.toys import empty, gathered, labelled, shards, toy
+from tests.bridge.toys import empty, flip, gathered, labelled, on_arrival, shards, toy
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -116,27 +115,12 @@ def _corrupt(bad_round: int, change: Callable[[Tensor], None]) -> str:
     transfer = connect(source, held, target, filled, rank=rank, dtype=torch.float32, bucket_bytes=1000, checksum=True)
     transfer.run()
     if rank == 1:
-        _on_arrival(transfer.phases[0].exchange, bad_round, change)
+        on_arrival(transfer, bad_round, change)
     try:
         transfer.run()
     except SyncError as error:
         return f"{transfer.rounds} {error}"
     return ""
-
-
-def _on_arrival(exchange: Exchange, bad_round: int, change: Callable[[Tensor], None]) -> None:
-    unpack = exchange.unpack
-
-    def changed(k: int) -> None:
-        if k == bad_round:
-            change(exchange.incoming(k))
-        unpack(k)
-
-    exchange.unpack = changed  # type: ignore[method-assign]
-
-
-def flip(bucket: Tensor) -> None:
-    bucket[7] ^= 1
 
 
 def swap(bucket: Tensor) -> None:

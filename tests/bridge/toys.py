@@ -1,6 +1,6 @@
 """Toy models whose every weight has a label of its own, and all ranks of a transfer simulated in one process."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,23 @@ def _exchange(exchanges: Mapping[int, Exchange], k: int, bucket_bytes: int) -> N
             bucket[slot.begin :][: slot.nbytes] = messages.pop((slot.peer, r))
         exchange.unpack(k)
     assert not messages
+
+
+def on_arrival(transfer: Transfer, k: int, change: Callable[[Tensor], None]) -> None:
+    """Let `change` alter the bytes that arrive in round k of the first phase from now on."""
+    exchange = transfer.phases[0].exchange
+
+    def unpack(arrived: int) -> None:
+        if arrived == k:
+            change(exchange.incoming(k))
+        Exchange.unpack(exchange, arrived)
+
+    exchange.unpack = unpack  # type: ignore[method-assign, assignment]
+
+
+def flip(bucket: Tensor) -> None:
+    """One wrong bit."""
+    bucket[7] ^= 1
 
 
 def move(source_layout: Layout, source: Stores, target_layout: Layout, bucket_bytes: int = 2**20) -> Stores:

@@ -1,8 +1,17 @@
 """The order in which an engine may be used, on a fake one that remembers which weights its cache came from."""
 
-import pytest
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_bridge.errors import SyncError
+from megatron_bridge.execute import connect
+from megatron_bridge.layouts import MegatronLayout, VLLMLayout
 from rlflow.rollout.engine import Lifecycle, NotReady
+from tests.bridge.toys import empty, flip, labelled, on_arrival, shards, toy
 
 
 class FakeEngine:
@@ -79,6 +88,33 @@ def test_nothing_is_sampled_from_half_written_weights() -> None:
         raise ConnectionError
     with pytest.raises(NotReady, match="no complete weights"):
         lifecycle.require_ready()
+
+
+def _sync_three_times() -> list[str]:
+    """What an engine on each rank says after a sync, after one of which rank 1 got a wrong bit, and after a third."""
+    rank, arch, said = dist.get_rank(), toy(), []
+    source, target = MegatronLayout(arch, tp=2), VLLMLayout(arch, 1, (0, 1))
+    held, filled = shards(labelled(arch), source)[rank], empty(target, rank)
+    transfer = connect(source, held, target, filled, rank=rank, dtype=torch.int32, checksum=True)
+    lifecycle = Lifecycle(FakeEngine(), 0)
+    for number in range(3):
+        if rank == 1:
+            on_arrival(transfer, 0, flip if number == 1 else lambda bucket: None)
+        try:
+            with lifecycle.updating():
+                transfer.run()
+            lifecycle.require_ready()
+            said.append("ready")
+        except SyncError:
+            with pytest.raises(NotReady) as error:
+                lifecycle.require_ready()
+            said.append(str(error.value))
+    return said
+
+
+def test_a_transfer_that_arrives_wrong_on_one_rank_stops_the_engines_of_all(world: Callable[..., Any]) -> None:
+    refused = "the engine holds no complete weights: generate only after a sync that finished"
+    assert world(2, _sync_three_times) == [["ready", refused, "ready"]] * 2
 
 
 def test_sleep_level_2_drops_the_weights() -> None:
