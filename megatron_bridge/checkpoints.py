@@ -1,23 +1,30 @@
 """Weights from a model folder, Hugging Face's or Megatron's, into the tensors of any layout.
 
 Loading is a transfer whose source every rank can read, so nothing is sent: each rank copies its boxes out of the mapped
-files. Writing folders is left to `export` and `distcp_writer`, the files themselves to `files` and `distcp`.
+files. Writing folders is left to `export`, `hf_writer` and `distcp_writer`, the files themselves to `files` and
+`distcp`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_bridge.distcp import is_torch_dist, open_torch_dist, torch_dist_dtypes
+from megatron_bridge.boxes import Param
+from megatron_bridge.distcp import is_torch_dist, open_torch_dist
 from megatron_bridge.execute import Traffic, connect
-from megatron_bridge.families import FAMILIES, Architecture
-from megatron_bridge.files import MappedTensors, open_hf, tensor_dtypes
-from megatron_bridge.layouts import HFLayout, Layout
-from megatron_bridge.layouts.layout import HEAD, raise_faults
+from megatron_bridge.families import FAMILIES, Architecture, read_json
+from megatron_bridge.files import MappedTensors, open_hf, tensor_files
+from megatron_bridge.folders import NAMES
+from megatron_bridge.layouts import HFLayout, Layout, Unit
+from megatron_bridge.layouts.hf import ROOT
+from megatron_bridge.layouts.layout import EMBEDDING, FLOAT32_KINDS, HEAD, raise_faults
+
+EMBEDDING_IN_ROOT = f"{EMBEDDING.removeprefix(ROOT)}weight"
 
 
 def load_weights(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *, rank: int) -> Traffic:
@@ -31,8 +38,7 @@ def load_weights(folder: str | Path, layout: Layout, tensors: Mapping[str, Tenso
 
 def load_hf(folder: str | Path, layout: Layout, tensors: Mapping[str, Tensor], *, rank: int) -> Traffic:
     """The same from a Hugging Face folder alone."""
-    source = HFLayout(layout.arch, layout.ranks)
-    return _fill(source, open_weights(folder, layout.arch), layout, tensors, rank)
+    return _fill(*_open_hf(folder, layout.arch, layout.ranks), layout, tensors, rank)
 
 
 def _fill(
@@ -43,38 +49,101 @@ def _fill(
     return connect(source, held, layout, tensors, rank=rank, dtype=dtype).run()
 
 
+# ---------------------------------------------------------------- sources
 def open_source(folder: str | Path, arch: Architecture, ranks: Sequence[int] = (0,)) -> tuple[Layout, MappedTensors]:
     """The weights of a folder as a source for `ranks`, each of which holds them all: their layout, and mapped tensors.
 
     `folder` has safetensors, or is a `torch_dist` checkpoint of Megatron's, or the root or the step's folder of one.
     """
-    if is_torch_dist(folder):
-        return open_torch_dist(folder, arch, ranks)
-    return HFLayout(arch, tuple(ranks)), open_weights(folder, arch)
+    return open_torch_dist(folder, arch, ranks) if is_torch_dist(folder) else _open_hf(folder, arch, ranks)
 
 
-def source_dtypes(folder: str | Path, arch: Architecture) -> dict[str, torch.dtype]:
-    """Hugging Face tensor name -> dtype in which a folder that `open_source` takes holds it."""
-    return torch_dist_dtypes(folder, arch) if is_torch_dist(folder) else tensor_dtypes(Path(folder))
+def _open_hf(folder: str | Path, arch: Architecture, ranks: Sequence[int]) -> tuple[HFLayout, MappedTensors]:
+    weights = open_weights(folder, arch)
+    return hf_layout(weights, arch, ranks), weights
 
 
 def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
-    """The tensors of a Hugging Face folder as `HFLayout` names them, mapped, without those that the family ignores.
+    """The tensors of a Hugging Face folder as its `hf_layout` names them, without those that the family ignores.
 
     UserError where one is missing, unknown or of another shape.
     """
-    weights, wanted = open_hf(folder), HFLayout(arch, (0,)).parameters(0)
-    raise_faults(str(folder), name_faults(weights, arch))
+    weights = open_hf(folder)
+    layout = hf_layout(weights, arch)
+    raise_faults(str(folder), name_faults(weights, layout))
+    wanted = layout.parameters(0)
     shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
     misshapen = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
     raise_faults(str(folder), misshapen)
     return weights.only(wanted)
 
 
-def name_faults(names: Iterable[str], arch: Architecture) -> list[str]:
+# ---------------------------------------------------------------- names and dtypes
+def hf_layout(names: Iterable[str], arch: Architecture, ranks: Sequence[int] = (0,)) -> HFLayout:
+    """The layout in which a checkpoint with these tensors is read: their root, and whether experts are stacked."""
+    given = set(names)
+    roots = sorted(name.removesuffix(EMBEDDING_IN_ROOT) for name in given if name.endswith(f".{EMBEDDING_IN_ROOT}"))
+    family = FAMILIES[arch.family]
+    stacked = tuple(f".{family.moe_parts['experts']}{parameter.name}" for parameter in family.stacked)
+    return HFLayout(
+        arch,
+        tuple(ranks),
+        root=roots[0] if roots else ROOT,
+        stacked=any(name.endswith(stacked) for name in given),
+    )
+
+
+def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
+    """How Hugging Face's files name a folder's tensors, a tied output matrix included.
+
+    A Megatron folder says so in a file of its own; without it the canonical names are taken.
+    """
+    if not is_torch_dist(folder):
+        names = tensor_files(Path(folder))
+        return replace(hf_layout(names, arch), tied_head=f"{HEAD}weight" in names)
+    said = Path(folder) / NAMES
+    return replace(HFLayout(arch, (0,)), **(read_json(said) if said.exists() else {}))
+
+
+def name_faults(names: Iterable[str], layout: HFLayout) -> list[str]:
     """What is wrong with a checkpoint's tensor names: wanted ones that are missing, and ones that nobody knows."""
-    given, wanted = set(names), set(HFLayout(arch, (0,)).parameters(0))
-    ignored = [*FAMILIES[arch.family].ignored, *([re.escape(f"{HEAD}weight")] if arch.tied else [])]
-    unknown = [name for name in given - wanted if not any(re.fullmatch(pattern, name) for pattern in ignored)]
+    arch, given, wanted = layout.arch, set(names), set(layout.parameters(layout.ranks[0]))
+    unknown = [name for name in given - wanted if not is_ignored(name, layout)]
     faults = [f"{name} is missing" for name in sorted(wanted - given)]
     return faults + [f"{name} is not a tensor of a {arch.family} model" for name in sorted(unknown)]
+
+
+def is_ignored(name: str, layout: HFLayout) -> bool:
+    """Whether a checkpoint may hold this tensor although nobody needs it."""
+    if name == f"{HEAD}weight" and layout.arch.tied:
+        return True
+    canonical = ROOT + name.removeprefix(layout.root) if name.startswith(layout.root) else name
+    return any(re.fullmatch(pattern, canonical) for pattern in FAMILIES[layout.arch.family].ignored)
+
+
+def dtypes_in(target: Layout, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The dtype of each parameter of a target's first rank that holds without loss what a source's tensors hold."""
+    held: dict[str, torch.dtype] = {}
+    for unit, param in _parameters(layout):
+        dtype = tensors[unit.prefix + param.name].dtype
+        for name in {unit.canonical + piece.name for piece in param.pieces}:
+            held[name] = torch.promote_types(dtype, held.get(name, dtype))
+    return {
+        unit.prefix + param.name: reduce(torch.promote_types, (held[unit.canonical + p.name] for p in param.pieces))
+        for unit, param in _parameters(target)
+    }
+
+
+def cast_dtypes(target: Layout, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each parameter of a target's first rank in a model of `dtype`: what is kept in float32 stays so."""
+    return {
+        unit.prefix + param.name: torch.float32 if unit.kind in FLOAT32_KINDS else dtype
+        for unit, param in _parameters(target)
+    }
+
+
+def _parameters(layout: Layout) -> Iterator[tuple[Unit, Param]]:
+    rank = layout.ranks[0]
+    for unit in layout.units(rank):
+        for param in layout.params(unit.kind, layout.shard(rank, unit.kind)):
+            yield unit, param

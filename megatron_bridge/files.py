@@ -1,13 +1,14 @@
-"""Safetensors files as memory maps: reading touches only the bytes that are copied, writing goes into the file.
+"""Safetensors files: reading maps them and touches only the bytes that are copied, writing maps them or goes on and on.
 
 One file at a time lives here, and a folder's index. Which tensors go where is left to layouts and plans, what else a
-model folder holds to `checkpoints`.
+model folder holds to `folders`.
 """
 
+import io
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,15 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise UserError(path, f"broken safetensors header: {error}") from error
+    if not isinstance(header, dict):
+        raise UserError(path, "broken safetensors header: not a JSON object")
     header.pop("__metadata__", None)
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
             raise UserError(path, f"{name} has dtype {entry['dtype']}, which is not supported")
+        if end - begin != prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize:
+            raise UserError(path, f"broken safetensors header: {name} has {end - begin} bytes for {entry['shape']}")
         if 8 + length + end > size:
             raise UserError(path, f"cut short: {name} ends at byte {8 + length + end} of {size}")
         entry["data_offsets"] = (8 + length + begin, 8 + length + end)
@@ -57,9 +62,15 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).exists():
-            raise UserError(folder, f"neither {SINGLE} nor {INDEX} is here")
+            others = sorted(path.name for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+            found = f", but {', '.join(others[:3])}" if others else ""
+            raise UserError(folder, f"neither {SINGLE} nor {INDEX} is here{found}")
         return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
-    listed = read_json(index).get("weight_map", {})
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise UserError(index, "has no weight_map")
+    if (folder / SINGLE).exists() and SINGLE not in listed.values():
+        raise UserError(folder, f"holds two models: {SINGLE}, and the files that {INDEX} lists")
     if absent := sorted(name for name in set(listed.values()) if not (folder / name).exists()):
         raise UserError(index, f"lists files that do not exist: {', '.join(absent)}")
     held = {file: set(read_header(folder / file)) for file in sorted(set(listed.values()))}
@@ -123,22 +134,55 @@ def _views(mapped: mmap.mmap, header: Mapping[str, Mapping[str, Any]]) -> dict[s
     return views
 
 
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def encode_header(shapes: Shapes) -> tuple[bytes, dict[str, Any]]:
+    """What a new file begins with, and its tensors' entries in their order, widest dtypes first: so all are aligned."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    del header["__metadata__"]
+    return len(text).to_bytes(8, "little") + text, header
+
+
+def stream_file(path: Path, shapes: Shapes, values: Callable[[str, torch.dtype], Iterator[Tensor]]) -> None:
+    """Write a new file from begin to end, and make it durable.
+
+    `values(name, dtype)` yields the elements of a tensor part by part, each contiguous and looked at once.
+    """
+    beginning, entries = encode_header(shapes)
+    with path.open("wb", buffering=0) as file:
+        write_all(file, memoryview(beginning))
+        for name in entries:
+            for part in values(name, shapes[name][1]):
+                write_all(file, memoryview(part.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        if file.tell() != len(beginning) + max((entry["data_offsets"][1] for entry in entries.values()), default=0):
+            raise RuntimeError(f"{path} has {file.tell()} bytes, which its header does not say")
+        os.fsync(file.fileno())
+
+
+def write_all(file: io.RawIOBase, data: memoryview) -> None:
+    """Write all bytes to an unbuffered file, which may take them in parts."""
+    while data:
+        data = data[file.write(data) :]
+
+
 class MappedFile:
     """A new safetensors file of full size, its tensors mapped for writing; `close` makes it durable."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, (shape, dtype) in sorted(shapes.items(), key=lambda item: -item[1][1].itemsize):  # keeps alignment
-            begin, end = end, end + prod(shape) * dtype.itemsize
-            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+    def __init__(self, path: Path, shapes: Shapes) -> None:
+        beginning, entries = encode_header(shapes)
+        size = len(beginning) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         with path.open("w+b") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(beginning)
             file.flush()
-            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)  # a full disk fails here, not in a page fault
-            self._mapped = mmap.mmap(file.fileno(), 8 + len(text) + end)
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not in a page fault
+            self._mapped = mmap.mmap(file.fileno(), size)
         self.tensors = _views(self._mapped, read_header(path))
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ def test_an_export_never_removes_what_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match=r"holds files that are no part of a model: thesis.txt"):
         round_trip(source, tmp_path / "out")
-    with pytest.raises(UserError, match="would replace the folder that it reads from"):
+    with pytest.raises(UserError, match="would be replaced, but it is read from"):
         round_trip(source, source)
 
 
