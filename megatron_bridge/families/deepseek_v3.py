@@ -76,7 +76,8 @@ def facts(config: Mapping[str, Any]) -> dict[str, Any]:
         groups_per_token=int(config.get("topk_group") or 1),
     )
     of_layers = (kinds[0],) * dense + (kinds[1],) * (layers - dense)
-    return {"head_dim": rope, "layer_kinds": of_layers, "latent": latent, "experts": experts}
+    sizes = {"head_dim": rope, "rotary_interleaved": True}  # of what is rotated in a head
+    return sizes | {"layer_kinds": of_layers, "latent": latent, "experts": experts}
 
 
 REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "moe_layer_freq": 1}
