@@ -17,10 +17,13 @@ from megatron_bridge.layouts import HFLayout, MegatronLayout
 from tests.bridge.test_checkpoints import toy_folder
 from tests.bridge.toys import empty, gathered
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FAMILIES = {
     "llama": {"model_type": "llama"},
     "tied": {"model_type": "llama", "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2"},
+    "experts": {"model_type": "qwen3_moe", **EXPERTS},
+    "mixed": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
 }
 GRIDS = [{"tp": 1}, {"tp": 2, "pp": 2}, {"tp": 4, "vocab_multiple": 128}]
 
@@ -60,12 +63,15 @@ def _stock(arch: Architecture, grid: Any, layout: MegatronLayout) -> Any:
     from rlflow.models.config import transformer_config
 
     from megatron.core.models.gpt import GPTModel  # isort: skip
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
 
+    config = transformer_config(arch, grid, torch.float32)
+    if len(set(arch.layer_kinds)) == 1:
+        config.moe_layer_freq = 1  # as Megatron-LM says by default that all layers are alike
     with parallel.active(grid):
         return GPTModel(
-            transformer_config(arch, grid, torch.float32),
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
             vocab_size=layout.padded_vocab,
             max_sequence_length=64,
             pre_process=grid.is_first_stage,
@@ -76,26 +82,29 @@ def _stock(arch: Architecture, grid: Any, layout: MegatronLayout) -> Any:
         )
 
 
-def _grid(tp: int, pp: int) -> Any:
+def _grids(arch: Architecture) -> tuple[Any, MegatronLayout]:
+    """TP2 × PP2, or for a model with experts EP2 × PP2."""
     from rlflow import parallel
 
     parallel.initialize(timeout_seconds=60, seed=0)
-    return parallel.Grid(tensor=tp, pipeline=pp)
+    if arch.experts is None:
+        return parallel.Grid(tensor=2, pipeline=2), MegatronLayout(arch, tp=2, pp=2, vocab_multiple=32)
+    return parallel.Grid(expert=2, pipeline=2), MegatronLayout(arch, dp=2, ep=2, pp=2, vocab_multiple=32)
 
 
 def _sharded(model: Any, grid: Any, **metadata: Any) -> Any:
     return model.sharded_state_dict(metadata={"dp_cp_group": grid.groups.dp_cp, **metadata})
 
 
-def _load_stock(source: Path, written: Path, tp: int, pp: int) -> list[str]:
+def _load_stock(source: Path, written: Path) -> list[str]:
     """The parameters in which a model that megatron loads differs from one that the bridge fills."""
-    grid, arch = _grid(tp, pp), load_architecture(source)
+    arch = load_architecture(source)
+    grid, layout = _grids(arch)
     from megatron.core import dist_checkpointing
 
     from megatron_bridge.bind_megatron import bind
     from rlflow import parallel
 
-    layout = MegatronLayout(arch, tp, pp)
     model = _stock(arch, grid, layout)
     with parallel.active(grid):
         state = dist_checkpointing.load({"model": _sharded(model, grid)}, str(written / ITERATION))
@@ -106,25 +115,25 @@ def _load_stock(source: Path, written: Path, tp: int, pp: int) -> list[str]:
     return [name for name in expected if not torch.equal(live[name], expected[name])]
 
 
-@pytest.mark.parametrize("family", ["tied", "qwen2"])
+@pytest.mark.parametrize("family", ["tied", "qwen2", "experts", "mixed"])
 def test_a_stock_model_loads_what_is_written(world: Callable[..., Any], tmp_path: Path, family: str) -> None:
     source = toy_folder(tmp_path / "source", torch.float32, num_hidden_layers=4, **FAMILIES[family])
     written = convert(source, tmp_path / "out", chunk_bytes=200)
-    assert world(4, _load_stock, source, written, 2, 2) == [[]] * 4
+    assert world(4, _load_stock, source, written) == [[]] * 4
 
 
 STYLES = {1: {}, 2: {"non_homogeneous_layers": True}, 3: {"singleton_local_shards": True}}
 
 
-def _save_stock(source: Path, root: Path, tp: int, pp: int) -> None:
+def _save_stock(source: Path, root: Path) -> None:
     """A checkpoint in each style of keys, as iterations 1, 2, 3."""
-    grid, arch = _grid(tp, pp), load_architecture(source)
+    arch = load_architecture(source)
+    grid, layout = _grids(arch)
     from megatron.core import dist_checkpointing
 
     from megatron_bridge.bind_megatron import bind
     from rlflow import parallel
 
-    layout = MegatronLayout(arch, tp, pp, vocab_multiple=32)
     model = _stock(arch, grid, layout)
     load_hf(source, layout, bind(model, layout, dist.get_rank()), rank=dist.get_rank())
     for iteration, metadata in STYLES.items():
@@ -135,10 +144,10 @@ def _save_stock(source: Path, root: Path, tp: int, pp: int) -> None:
             dist_checkpointing.save({"model": _sharded(model, grid, **metadata)}, str(place))
 
 
-@pytest.mark.parametrize("family", ["llama", "tied"])
+@pytest.mark.parametrize("family", ["llama", "tied", "experts", "mixed"])
 def test_what_a_stock_model_saves_is_read(world: Callable[..., Any], tmp_path: Path, family: str) -> None:
     source = toy_folder(tmp_path / "source", torch.float32, num_hidden_layers=4, **FAMILIES[family])
-    world(4, _save_stock, source, tmp_path, 2, 2)
+    world(4, _save_stock, source, tmp_path)
     for iteration in STYLES:
         (tmp_path / TRACKER).write_text(f"{iteration}\n")
         assert same(read(tmp_path, load_architecture(source)), open_hf(source))
