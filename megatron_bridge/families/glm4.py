@@ -32,9 +32,14 @@ def facts(config: Mapping[str, Any]) -> dict[str, Any]:
         "layer_kinds": ("layer_biased" if biased else "layer",) * int(config["num_hidden_layers"]),
         "qkv_bias": biased,
         "norm_eps": float(config.get("rms_norm_eps", NORM_EPS)),
-        "rotary_dim": int(int(config["head_dim"]) * rotary_part(config, ROTARY_PART)),
+        "rotary_dim": rotated(config),
         "rotary_interleaved": True,
     }
+
+
+def rotated(config: Mapping[str, Any]) -> int:
+    """How many of a head's channels are turned."""
+    return int(int(config["head_dim"]) * rotary_part(config, ROTARY_PART))
 
 
 def limits(config: Mapping[str, Any]) -> list[str]:
@@ -43,6 +48,8 @@ def limits(config: Mapping[str, Any]) -> list[str]:
     faults = unsupported({**config, "attention_bias": False, "partial_rotary_factor": 1.0, "rope_parameters": rope})
     if config.get("head_dim") is None:
         faults.append("head_dim is absent; transformers would take 128: say so")
+    elif rotated(config) % 2:
+        faults.append(f"partial_rotary_factor turns {rotated(config)} of {config['head_dim']} channels, which is odd")
     return faults
 
 
