@@ -76,6 +76,21 @@ class Meeting:
             )
         return self._needs[key]
 
+    def shared(self, kind: str, have: Hashable, want: Hashable) -> int:
+        """Elements of a unit that source shard `have` holds of what target shard `want` consists of."""
+        held = _Holdings(self._held, kind, ((have, have),))
+        return sum(
+            volume(box)
+            for param in self._wanted(kind, want)
+            for piece in param.pieces
+            for other in held.overlapping(piece.name, piece.box)
+            if (box := meet(piece.box, other.spot.piece.box)) is not None
+        )
+
+    def elements(self, kind: str, want: Hashable) -> int:
+        """Elements of a unit that target shard `want` consists of, padding left out."""
+        return sum(volume(piece.box) for param in self._wanted(kind, want) for piece in param.pieces)
+
     def _wants(self, kind: str, wants: Slices) -> Iterator[tuple[int, Spot]]:
         for member, shard in wants:
             for param in self._wanted(kind, shard):

@@ -14,6 +14,8 @@ PURE_BRIDGE = (
     "megatron_bridge/plan.py",
     "megatron_bridge/meeting.py",
     "megatron_bridge/balance.py",
+    "megatron_bridge/assignment.py",
+    "megatron_bridge/placement.py",
     "megatron_bridge/families",
     "megatron_bridge/layouts",
 )
