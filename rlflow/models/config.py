@@ -64,6 +64,7 @@ def transformer_config(
     Raises UserError where heads or layers do not fit the grid.
     """
     _check(arch, grid, stages, recompute)
+    _check_experts(arch, grid, sequence_parallel)
     variant = variant_of(arch)
     values: dict[str, Any] = {
         "tensor_model_parallel_size": grid.tp,
@@ -128,7 +129,7 @@ def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recom
         raise UserError(
             "tensor_parallel_size", f"{grid.tp} does not divide the {arch.kv_heads} key/value heads of the model"
         )
-    if arch.ffn % grid.tp:
+    if "layer" in arch.layer_kinds and arch.ffn % grid.tp:
         raise UserError("tensor_parallel_size", f"{grid.tp} does not divide the intermediate size {arch.ffn}")
     if stages is None and arch.layers % grid.pp:
         raise UserError(
@@ -136,3 +137,16 @@ def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recom
         )
     if recompute not in _RECOMPUTE:
         raise UserError("recompute", f"{recompute!r} is none of {', '.join(_RECOMPUTE)}")
+
+
+def _check_experts(arch: Architecture, grid: Grid, sequence_parallel: bool) -> None:
+    if (experts := arch.experts) is None:
+        return
+    if experts.count % grid.ep:
+        raise UserError("expert_parallel_size", f"{grid.ep} does not divide the {experts.count} experts of the model")
+    if experts.ffn % grid.etp:
+        raise UserError("expert_tensor_parallel_size", f"{grid.etp} does not divide the experts' width {experts.ffn}")
+    if grid.tp > 1 and not sequence_parallel:
+        raise UserError("sequence_parallel", "must be true: experts behind tensor parallel attention need it")
+    if experts.per_token == 1 and experts.score == "softmax" and experts.normalize:
+        raise UserError("config.json", "one expert a token with a normalized weight leaves its router untrained")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 _FACTORIES = (
@@ -37,6 +38,7 @@ def install() -> None:
     torch.cuda.rlflow_shim = True  # type: ignore[attr-defined]
     _patch_cuda(torch.cuda)
     _patch_tensors()
+    _patch_collectives()
     # megatron's jit_fuser compiles small functions, which costs more than it saves on a CPU.
     torch.compile = lambda model=None, **kwargs: model or (lambda function: function)  # type: ignore[assignment]
     _patch_megatron()
@@ -81,6 +83,31 @@ def _patch_tensors() -> None:
         return original_type(self).replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
+
+
+def _patch_collectives() -> None:
+    """gloo knows equal parts only; ranks that share a routed expert exchange as many rows as tokens have chosen it."""
+    even_gather, even_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(parts: Any, own: Any, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or len({part.shape for part in parts}) == 1:
+            return even_gather(parts, own, group, async_op)
+        parts[dist.get_rank(group)].copy_(own)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    def reduce_scatter(
+        own: Any, parts: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: Any = False
+    ) -> Any:
+        if async_op or len({part.shape for part in parts}) == 1:
+            return even_scatter(own, parts, op, group, async_op)
+        reduced = torch.cat(parts)
+        dist.all_reduce(reduced, op, group)
+        own.copy_(reduced.split([len(part) for part in parts])[dist.get_rank(group)])
+        return None
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter  # type: ignore[assignment]
 
 
 def _patch_megatron() -> None:

@@ -1,7 +1,7 @@
 """The process groups of one role: a tensor × context × pipeline × data grid on any ranks, in any order of dimensions.
 
-A Grid only makes groups and answers questions about them. Whose groups megatron-core's globals show at a time is
-decided by `active`.
+Routed experts lie on the same ranks in a grid of their own, tensor × expert × pipeline × data. A Grid only makes groups
+and answers questions about them. Whose groups megatron-core's globals show at a time is decided by `active`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from rlflow.errors import UserError
 DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
 
 _GROUPS: dict[str, tuple[str, ...]] = {
-    # name in ProcessGroupCollection: the dimensions along which a group's ranks differ; experts are not sharded further
+    # name in ProcessGroupCollection: the dimensions along which a group's ranks differ
     "tp": ("tp",),
     "cp": ("cp",),
     "pp": ("pp",),
     "dp": ("dp",),
-    "ep": ("ep",),
     "mp": ("tp", "pp"),
     "tp_cp": ("tp", "cp"),
     "dp_cp": ("cp", "dp"),
     "intra_dp_cp": ("cp", "dp"),
     "tp_dp_cp": ("tp", "cp", "dp"),
+    "intra_dist_opt": ("tp", "cp", "ep", "dp", "pp"),
+}
+_EXPERT_GROUPS: dict[str, tuple[str, ...]] = {  # the same, for dimensions of the experts' grid
+    "ep": ("ep",),
     "expt_tp": ("tp",),
     "tp_ep": ("tp", "ep"),
     "tp_ep_pp": ("tp", "ep", "pp"),
-    "expt_dp": ("cp", "dp"),
-    "intra_expt_dp": ("cp", "dp"),
-    "intra_dist_opt": ("tp", "cp", "ep", "dp", "pp"),
+    "expt_dp": ("dp",),
+    "intra_expt_dp": ("dp",),
 }
 
 
@@ -44,7 +46,8 @@ class Grid:
     """Groups of a role. Making one is collective over the whole default world, members or not.
 
     `ranks` are taken in ascending order, which is also their order in every group; the first dimension of `order`
-    varies fastest. Raises UserError where the ranks cannot be laid out.
+    varies fastest. Of the ranks of a pipeline stage `expert` times `expert_tensor` (by default as many as `tensor`)
+    hold a whole set of routed experts. Raises UserError where the ranks cannot be laid out.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class Grid:
         tensor: int = 1,
         pipeline: int = 1,
         context: int = 1,
+        expert: int = 1,
+        expert_tensor: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
         timeout_seconds: float = 600,
     ) -> None:
@@ -66,14 +71,32 @@ class Grid:
             shape = f"tensor {tensor} × context {context} × pipeline {pipeline}"
             raise UserError("ranks", f"{len(self.ranks)} ranks cannot hold {shape}")
         self.sizes = {"tp": tensor, "cp": context, "ep": 1, "dp": data, "pp": pipeline}
+        self.expert_sizes = self._expert_sizes(expert, tensor if expert_tensor is None else expert_tensor)
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._layout = HyperCommGrid([self.sizes[name] for name in self.order], list(self.order))
+        self._expert_layout = HyperCommGrid([self.expert_sizes[name] for name in self.order], list(self.order))
+        self._check_order(order)
         self.rank = dist.get_rank()
         self.is_member = self.rank in self.ranks
         # Kept by `active`: what megatron's globals hold while this role is active, and the states of its RNG tracker.
         self.parallel_state: dict[str, Any] | None = None
         self.rng_states: dict[str, Any] | None = None
         self.groups = self._make_groups()
+
+    def _expert_sizes(self, expert: int, tensor: int) -> dict[str, int]:
+        stage = len(self.ranks) // self.sizes["pp"]
+        data, rest = divmod(stage, expert * tensor)
+        if rest:
+            shape = f"expert {expert} × expert tensor {tensor}"
+            raise UserError("ranks", f"{stage} ranks of a pipeline stage cannot hold {shape}")
+        return {"tp": tensor, "cp": 1, "ep": expert, "dp": data, "pp": self.sizes["pp"]}
+
+    def _check_order(self, order: str) -> None:
+        if sorted(self.members("pp")) != sorted(self.members("pp", experts=True)):
+            raise UserError("order", f"{order!r} gives experts pipeline stages of their own: put pp first or last")
+        if min(self.ep, self.etp) > 1 and self.order.index("ep") < self.order.index("tp"):
+            # megatron reads token counts gathered over both as [ep, tp], and groups are in the order of ranks.
+            raise UserError("order", f"{order!r} lets ep vary faster than tp, which experts cut over both cannot have")
 
     @property
     def tp(self) -> int:
@@ -94,12 +117,17 @@ class Grid:
     @property
     def ep(self) -> int:
         """Places to which the routed experts of a layer go whole."""
-        return self.sizes["ep"]
+        return self.expert_sizes["ep"]
 
     @property
     def etp(self) -> int:
         """Ranks that share a routed expert."""
-        return self.sizes["tp"]
+        return self.expert_sizes["tp"]
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same part of the same routed experts."""
+        return self.expert_sizes["dp"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a global rank stands along each dimension. Raises ValueError for a rank outside the grid."""
@@ -126,13 +154,17 @@ class Grid:
     def is_last_stage(self) -> bool:
         return self.here["pp"] == self.pp - 1
 
-    def members(self, *dimensions: str) -> list[list[int]]:
-        """The global ranks of every group whose ranks differ along the given dimensions, each ascending."""
-        places = self._layout.get_rank_enum(list(dimensions))
+    def members(self, *dimensions: str, experts: bool = False) -> list[list[int]]:
+        """The global ranks of every group whose ranks differ along the given dimensions, each ascending.
+
+        The dimensions are those of the experts' grid where that is asked for.
+        """
+        places = (self._expert_layout if experts else self._layout).get_rank_enum(list(dimensions))
         return [sorted(self.ranks[place] for place in group) for group in places]
 
     def _make_groups(self) -> ProcessGroupCollection:
         enumerations = {name: self.members(*dimensions) for name, dimensions in _GROUPS.items()}
+        enumerations |= {name: self.members(*along, experts=True) for name, along in _EXPERT_GROUPS.items()}
         stages = enumerations["pp"]
         ends = [[stage[0], stage[-1]] if len(stage) > 1 else stage for stage in stages]
         enumerations |= {"embd": ends, "pos_embd": [stage[:1] for stage in stages]}

@@ -74,7 +74,8 @@ class Engine:
         stages = split_layers(architecture, grid.pp)
         self.layout = MegatronLayout(
             architecture, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order), stages,
-            spec="te" if transformer_engine else "local",
+            spec="te" if transformer_engine else "local", cp=grid.cp, ep=grid.ep, etp=grid.etp,
+            experts="grouped" if transformer_engine else "sequential",
         )  # fmt: skip
         self.training: Training | None = None
         if not grid.is_member:
@@ -196,7 +197,9 @@ class Engine:
     def _score(self, micro_batches: Iterator[MicroBatch], model: Any, temperature: float) -> tuple[Any, Any]:
         micro_batch = next(micro_batches)
         output = self._forward(micro_batch, model, temperature, with_entropy=False)
-        return output, lambda scored, non_loss_data: (micro_batch.token_index, scored[0])
+        if self.grid.is_last_stage:
+            output, _ = output  # the schedule looks at the device of what a stage returns
+        return output, lambda log_probs, non_loss_data: (micro_batch.token_index, log_probs)
 
     def _learn(
         self,
@@ -227,7 +230,7 @@ class Engine:
             dist.all_reduce(values[sums:], dist.ReduceOp.MAX, group=self.grid.groups.dp)
         return dict(zip(names, values.tolist(), strict=True))
 
-    def parameters_by_name(self) -> dict[str, torch.nn.Parameter]:
+    def parameters_by_name(self) -> dict[str, Tensor]:
         """The live parameters of this rank under the layout's names, complete; none outside the grid."""
         if not self.grid.is_member:
             return {}

@@ -26,8 +26,11 @@ class Training:
 
     def __init__(self, model: PolicyModel, grid: Grid, settings: Optimizer, *, overlap: bool) -> None:
         self.grid = grid
-        self.overlap = overlap and grid.dp > 1
+        self.overlap = overlap and max(grid.dp, grid.edp) > 1
         dtype = model.config.params_dtype
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name:  # their replicas are not the rest's, though without EP megatron says so
+                parameter.allreduce = False
         with active(grid):
             self.ddp = DistributedDataParallel(
                 model.config,
@@ -69,7 +72,9 @@ class Training:
             for weight in model.vocabulary_weights():
                 weight.adds_to_main_grad = True  # type: ignore[attr-defined]
         if grid.dp * grid.cp == 1:
-            _leave_out_collectives(self.ddp)
+            _leave_out_collectives(self.ddp.bucket_groups)
+        if grid.edp == 1:
+            _leave_out_collectives(self.ddp.expert_parallel_bucket_groups)
 
     def _finalize(self, models: list[Any], num_tokens: Any = None, **_: Any) -> None:
         """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
@@ -92,10 +97,11 @@ class Training:
         self.optimizer.reload_model_params()
 
 
-def _leave_out_collectives(ddp: DistributedDataParallel) -> None:
+def _leave_out_collectives(bucket_groups: list[Any]) -> None:
     """A lone replica has nobody to exchange with, and gloo would copy gradients and parameters all the same."""
-    for bucket_group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
-        bucket_group.start_grad_sync = bucket_group.start_param_sync = lambda *args, **kwargs: None
+    for group in bucket_groups:
+        for name in ("start_grad_sync", "finish_grad_sync", "start_param_sync", "finish_param_sync"):
+            setattr(group, name, lambda *args, **kwargs: None)
 
 
 def _fuse(optimizer: Any) -> None:

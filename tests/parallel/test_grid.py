@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_bridge.layouts import MegatronLayout
 from rlflow.errors import UserError
 
 
@@ -99,3 +100,48 @@ def test_ranks_that_do_not_fill_the_grid_are_refused(world: Callable[..., Any]) 
 
 def test_an_order_without_a_dimension_is_refused(world: Callable[..., Any]) -> None:
     assert "must name each of tp, cp, ep, dp, pp once" in world(2, refused, {"order": "tp-dp-pp"})[0]
+
+
+def test_experts_that_do_not_fit_the_ranks_are_refused(world: Callable[..., Any]) -> None:
+    message = world(2, refused, {"expert": 2, "expert_tensor": 2})[0]
+    assert "2 ranks of a pipeline stage cannot hold expert 2 × expert tensor 2" in message
+    assert "put pp first or last" in world(4, refused, {"pipeline": 2, "expert": 2, "order": "tp-cp-dp-pp-ep"})[0]
+    order = {"tensor": 2, "expert": 2, "order": "ep-tp-cp-dp-pp"}
+    assert "lets ep vary faster than tp" in world(4, refused, order)[0]
+
+
+def expert_places(options: dict[str, Any], layout: dict[str, Any]) -> list[Any]:
+    from megatron.core import parallel_state
+
+    from rlflow import parallel
+    from tests.bridge.toys import toy_experts
+
+    grid = parallel.Grid(**options)
+    here = MegatronLayout(toy_experts(num_hidden_layers=2, mlp_only_layers=[]), **layout, order="-".join(grid.order))
+    with parallel.active(grid):
+        sizes = (parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_data_parallel_rank())
+        place = (parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank())
+    rows = {name: dist.get_process_group_ranks(getattr(grid.groups, name)) for name in ("ep", "expt_tp", "expt_dp")}
+    same = {name: [here.shard(rank, "experts") for rank in rows[name]] for name in rows}
+    return [sizes, place, here.shard(grid.rank, "experts"), rows, same]
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({"tensor": 2, "expert": 2}, {"tp": 2, "dp": 2, "ep": 2}),
+        ({"tensor": 2, "expert": 2, "expert_tensor": 1}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
+        ({"tensor": 2, "expert": 4, "expert_tensor": 1}, {"tp": 2, "dp": 2, "ep": 4, "etp": 1}),
+        ({"pipeline": 2, "expert": 2, "order": "pp-tp-cp-ep-dp"}, {"pp": 2, "dp": 2, "ep": 2}),
+        ({"expert": 2, "order": "dp-tp-cp-ep-pp"}, {"dp": 4, "ep": 2}),
+    ],
+    ids=["EP2×ETP2", "TP2 EP2 ETP1", "EP4", "PP2 fastest", "DP fastest"],
+)
+def test_experts_lie_where_the_bridge_says(world: Callable[..., Any], options: Any, layout: Any) -> None:
+    for (ep, _), place, shard, rows, shards in world(4, expert_places, options, layout):
+        assert place == shard
+        assert ep == options["expert"] == len(rows["ep"])
+        assert [expert for expert, _ in shards["ep"]] == list(range(ep))
+        assert {part for _, part in shards["ep"]} == {place[1]}
+        assert {expert for expert, _ in shards["expt_tp"]} == {place[0]}
+        assert set(shards["expt_dp"]) == {place}
