@@ -86,16 +86,15 @@ def one_rank(arch: Architecture) -> MegatronLayout:
 def whole_params(arch: Architecture, kind: str) -> dict[str, Param]:
     """The uncut parameters of a unit kind by name; a vocabulary without padding."""
     base = one_rank(arch)
-    params = base.params(kind, base.shard(0, kind))
-    return {param.name: padded(param, param.shape[0] - param.padding // prod(param.shape[1:])) for param in params}
+    return {param.name: padded(param, 0) for param in base.params(kind, base.shard(0, kind))}
 
 
 def padded(param: Param, rows: int) -> Param:
-    """A parameter made up to so many rows by padding, if it has fewer."""
-    missing = max(0, rows - param.shape[0])
-    return param._replace(
-        shape=(param.shape[0] + missing, *param.shape[1:]), padding=param.padding + missing * prod(param.shape[1:])
-    )
+    """A parameter with as many rows of padding as make it up to `rows`."""
+    inner = param.shape[1:]
+    filled = param.shape[0] - param.padding // prod(inner)
+    padding = max(0, rows - filled)
+    return param._replace(shape=(filled + padding, *inner), padding=padding * prod(inner))
 
 
 # ---------------------------------------------------------------- boxes of a parameter

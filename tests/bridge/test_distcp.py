@@ -1,5 +1,9 @@
-"""Megatron's torch_dist checkpoints in and out: bitwise, and as a stock GPTModel reads and writes them."""
+"""Megatron's torch_dist checkpoints in and out: bitwise, complete, refused where they are broken."""
 
+import json
+import os
+import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_bridge.checkpoints import load_hf, open_weights
-from megatron_bridge.distcp import TRACKER, open_torch_dist
+from megatron_bridge.checkpoints import load_weights, open_weights
+from megatron_bridge.distcp import TRACKER, find_iteration, open_torch_dist
 from megatron_bridge.distcp_writer import ITERATION, write_torch_dist
+from megatron_bridge.errors import UserError
+from megatron_bridge.export import export_hf
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.files import open_hf
 from megatron_bridge.layouts import HFLayout, MegatronLayout
-from tests.bridge.test_checkpoints import toy_folder
-from tests.bridge.toys import empty, gathered
+from tests.bridge.test_checkpoints import BYTE_EQUAL, folder, toy_folder
+from tests.bridge.toys import empty, gathered, labelled, toy
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 FAMILIES = {
@@ -25,7 +31,7 @@ FAMILIES = {
     "experts": {"model_type": "qwen3_moe", **EXPERTS},
     "mixed": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
 }
-GRIDS = [{"tp": 1}, {"tp": 2, "pp": 2}, {"tp": 4, "vocab_multiple": 128}]
+GRIDS = [{"tp": 1, "vocab_multiple": 1}, {"tp": 2, "pp": 2}, {"tp": 4, "vocab_multiple": 128}]
 
 
 def convert(source: Path, target: Path, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
@@ -43,6 +49,14 @@ def read(path: Path, arch: Architecture) -> dict[str, torch.Tensor]:
     return gathered(layout, {0: dict(tensors)})
 
 
+def shards_of(path: Path, layout: MegatronLayout) -> dict[int, dict[str, torch.Tensor]]:
+    """What each rank of a layout loads from a folder."""
+    held = {rank: empty(layout, rank, torch.float32) for rank in layout.ranks}
+    for rank, tensors in held.items():
+        load_weights(path, layout, tensors, rank=rank)
+    return held
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
@@ -56,98 +70,141 @@ def test_there_and_back_is_bitwise(tmp_path: Path, family: str, grid: dict[str, 
     assert same(read(out, load_architecture(out)), open_hf(source))
 
 
-# ---------------------------------------------------------------- a stock GPTModel of megatron-core
-def _stock(arch: Architecture, grid: Any, layout: MegatronLayout) -> Any:
-    """This rank's stage of megatron's own model in its local spec, weights zero."""
-    from rlflow import parallel  # before megatron-core, which it makes ready for a CPU
-    from rlflow.models.config import transformer_config
-
-    from megatron.core.models.gpt import GPTModel  # isort: skip
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-
-    config = transformer_config(arch, grid, torch.float32)
-    if len(set(arch.layer_kinds)) == 1:
-        config.moe_layer_freq = 1  # as Megatron-LM says by default that all layers are alike
-    with parallel.active(grid):
-        return GPTModel(
-            config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
-            vocab_size=layout.padded_vocab,
-            max_sequence_length=64,
-            pre_process=grid.is_first_stage,
-            post_process=grid.is_last_stage,
-            share_embeddings_and_output_weights=arch.tied,
-            position_embedding_type="rope",
-            pg_collection=grid.groups,
-        )
+# ---------------------------------------------------------------- folders
+def test_a_written_folder_is_one_that_training_starts_from(tmp_path: Path) -> None:  # cases.md A31, A24
+    source = folder(tmp_path / "source", labelled(toy(), torch.bfloat16), {}, **BYTE_EQUAL)
+    out = convert(source, tmp_path / "out")
+    for name in ("config.json", *BYTE_EQUAL):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert (out / TRACKER).read_text() == "0"
+    assert find_iteration(out) == out / ITERATION
+    assert load_architecture(out) == load_architecture(source)
+    assert not (tmp_path / "out.partial").exists()
 
 
-def _grids(arch: Architecture) -> tuple[Any, MegatronLayout]:
-    """TP2 × PP2, or for a model with experts EP2 × PP2."""
-    from rlflow import parallel
-
-    parallel.initialize(timeout_seconds=60, seed=0)
-    if arch.experts is None:
-        return parallel.Grid(tensor=2, pipeline=2), MegatronLayout(arch, tp=2, pp=2, vocab_multiple=32)
-    return parallel.Grid(expert=2, pipeline=2), MegatronLayout(arch, dp=2, ep=2, pp=2, vocab_multiple=32)
-
-
-def _sharded(model: Any, grid: Any, **metadata: Any) -> Any:
-    return model.sharded_state_dict(metadata={"dp_cp_group": grid.groups.dp_cp, **metadata})
+def test_what_was_read_from_megatron_is_exported_in_its_dtypes(tmp_path: Path) -> None:
+    weights = labelled(toy(), torch.bfloat16)
+    weights["model.norm.weight"] = torch.rand(8)
+    source = folder(tmp_path / "source", weights, {})
+    out = convert(source, tmp_path / "out")
+    layout = MegatronLayout(load_architecture(out))
+    tensors = empty(layout, 0, torch.float32)
+    load_weights(out, layout, tensors, rank=0)
+    export_hf(tmp_path / "exported", layout, tensors, rank=0, source=out)
+    assert same(open_hf(tmp_path / "exported"), open_hf(source))
 
 
-def _load_stock(source: Path, written: Path) -> list[str]:
-    """The parameters in which a model that megatron loads differs from one that the bridge fills."""
+def test_another_dtype_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    source = toy_folder(tmp_path / "source", torch.float32, torch_dtype="float32")
+    out = convert(source, tmp_path / "out", dtype=torch.bfloat16)
+    _, tensors = open_torch_dist(out, load_architecture(out))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
+def test_the_vocabulary_keeps_its_rows_under_any_padding(tmp_path: Path, tp: int, rows: int) -> None:  # cases.md A07
+    source = toy_folder(tmp_path / "source", torch.float32, vocab_size=50257, num_attention_heads=8, hidden_size=16)
     arch = load_architecture(source)
-    grid, layout = _grids(arch)
-    from megatron.core import dist_checkpointing
-
-    from megatron_bridge.bind_megatron import bind
-    from rlflow import parallel
-
-    model = _stock(arch, grid, layout)
-    with parallel.active(grid):
-        state = dist_checkpointing.load({"model": _sharded(model, grid)}, str(written / ITERATION))
-        model.load_state_dict(state["model"])
-    expected = empty(layout, dist.get_rank(), torch.float32)
-    load_hf(source, layout, expected, rank=dist.get_rank())
-    live = bind(model, layout, dist.get_rank())
-    return [name for name in expected if not torch.equal(live[name], expected[name])]
+    out = convert(source, tmp_path / "out", grid={"tp": tp, "vocab_multiple": 128}, chunk_bytes=2**20)
+    layout, _ = open_torch_dist(out, arch)
+    assert max(box[0][1] for box in layout.boxes["embedding.word_embeddings.weight"]) == rows
+    target = MegatronLayout(arch, tp=8, vocab_multiple=128)
+    held = shards_of(out, target)
+    embedding = torch.cat([held[rank]["embedding.word_embeddings.weight"] for rank in range(8)])
+    assert embedding.shape == (51200, 16)
+    assert torch.equal(embedding[:50257], open_hf(source)["model.embed_tokens.weight"])
+    assert not embedding[50257:].any()
 
 
-@pytest.mark.parametrize("family", ["tied", "qwen2", "experts", "mixed"])
-def test_a_stock_model_loads_what_is_written(world: Callable[..., Any], tmp_path: Path, family: str) -> None:
-    source = toy_folder(tmp_path / "source", torch.float32, num_hidden_layers=4, **FAMILIES[family])
-    written = convert(source, tmp_path / "out", chunk_bytes=200)
-    assert world(4, _load_stock, source, written) == [[]] * 4
+def _write_together(source: Path, target: Path) -> None:
+    convert(source, target, dist.get_rank(), 2, chunk_bytes=100)
 
 
-STYLES = {1: {}, 2: {"non_homogeneous_layers": True}, 3: {"singleton_local_shards": True}}
+def test_several_processes_write_one_checkpoint(world: Callable[..., Any], tmp_path: Path) -> None:  # cases.md A30
+    source = toy_folder(tmp_path / "source")
+    world(2, _write_together, source, tmp_path / "out")
+    assert same(read(tmp_path / "out", load_architecture(source)), open_hf(source))
+    assert {path.name for path in (tmp_path / "out" / ITERATION).glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
 
 
-def _save_stock(source: Path, root: Path) -> None:
-    """A checkpoint in each style of keys, as iterations 1, 2, 3."""
-    arch = load_architecture(source)
-    grid, layout = _grids(arch)
-    from megatron.core import dist_checkpointing
-
-    from megatron_bridge.bind_megatron import bind
-    from rlflow import parallel
-
-    model = _stock(arch, grid, layout)
-    load_hf(source, layout, bind(model, layout, dist.get_rank()), rank=dist.get_rank())
-    for iteration, metadata in STYLES.items():
-        place = root / f"iter_{iteration:07}"
-        place.mkdir(exist_ok=True)
-        dist.barrier()
-        with parallel.active(grid):
-            dist_checkpointing.save({"model": _sharded(model, grid, **metadata)}, str(place))
+# ---------------------------------------------------------------- what is wrong with a checkpoint
+def refused(path: Path, match: str, **config: Any) -> None:
+    with pytest.raises(UserError, match=match):
+        open_torch_dist(path, toy(**config))
 
 
-@pytest.mark.parametrize("family", ["llama", "tied", "experts", "mixed"])
-def test_what_a_stock_model_saves_is_read(world: Callable[..., Any], tmp_path: Path, family: str) -> None:
-    source = toy_folder(tmp_path / "source", torch.float32, num_hidden_layers=4, **FAMILIES[family])
-    world(4, _save_stock, source, tmp_path)
-    for iteration in STYLES:
-        (tmp_path / TRACKER).write_text(f"{iteration}\n")
-        assert same(read(tmp_path, load_architecture(source)), open_hf(source))
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return convert(toy_folder(tmp_path / "source"), tmp_path / "out")
+
+
+def test_folders_without_a_checkpoint_are_named(tmp_path: Path, written: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere: no such folder")
+    refused(tmp_path / "source", r"source: no checkpoint: neither .metadata nor latest_checkpointed_iteration.txt")
+    (written / TRACKER).write_text("7")
+    refused(written, r"latest_checkpointed_iteration.txt: names iter_0000007, which is no torch_dist checkpoint")
+    (written / TRACKER).write_text("seven")
+    refused(written, "'seven' is neither an iteration nor 'release'")
+    (written / ITERATION).rename(written / "release")
+    (written / TRACKER).write_text("release\n")
+    assert find_iteration(written) == written / "release"
+
+
+def test_broken_files_are_named(written: Path) -> None:
+    file = written / ITERATION / "__0_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    refused(written, r"__0_0.distcp: cut short: .* ends at byte \d+ of \d+")
+    file.write_bytes(bytes(len(whole)))
+    refused(written, "__0_0.distcp: damaged: .* at byte [0-9]+ cannot be read")
+    file.unlink()
+    refused(written, "__0_0.distcp: missing: it holds a part of")
+    (written / ITERATION / ".metadata").write_bytes(b"not a pickle")
+    refused(written, ".metadata: broken or not of a torch_dist checkpoint")
+
+
+def test_metadata_runs_no_code(written: Path) -> None:
+    class Malice:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(written / "owned"),)
+
+    (written / ITERATION / ".metadata").write_bytes(pickle.dumps(Malice()))
+    refused(written, ".metadata: broken or not of a torch_dist checkpoint")
+    assert not (written / "owned").exists()
+
+
+def test_keys_that_do_not_fit_the_model_are_named(written: Path) -> None:
+    refused(written, r"decoder.layers.self_attention.linear_qkv.bias is missing", model_type="qwen2")
+    refused(written, r"linear_fc1.weight is \[2, 32, 8\], expected \[2, 48, 8\]", intermediate_size=24)
+    refused(written, r"embedding.word_embeddings.weight is \[64, 8\], expected \[100, 8\]", vocab_size=100)
+    refused(written, r"linear_fc2.weight is \[2, 8, 16\], expected \[3, 8, 16\]", num_hidden_layers=3)
+    refused(written, r"self_attention.q_layernorm.weight is missing", model_type="qwen3")
+
+
+def test_a_tensor_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    out = convert(toy_folder(tmp_path / "source", model_type="qwen2"), tmp_path / "out")
+    refused(out, "decoder.layers.self_attention.linear_qkv.bias is not a tensor of a llama model")
+
+
+# ---------------------------------------------------------------- what is wrong with a target
+def test_an_existing_folder_is_replaced_only_if_asked(tmp_path: Path, written: Path) -> None:
+    other = toy_folder(tmp_path / "other", vocab_size=40)
+    with pytest.raises(UserError, match="out: exists already"):
+        convert(other, written)
+    assert same(read(written, toy()), open_hf(tmp_path / "source"))
+    convert(other, written, overwrite=True)
+    assert same(read(written, toy(vocab_size=40)), open_hf(other))
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "other", "out"}
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    source = toy_folder(tmp_path / "source")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # what a full disk does, in one process alone
+    try:
+        with pytest.raises(UserError, match=r"cannot be written: File too large"):
+            convert(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
