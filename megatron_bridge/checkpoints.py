@@ -122,7 +122,10 @@ def is_ignored(name: str, layout: HFLayout) -> bool:
 
 
 def dtypes_in(target: Layout, layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The dtype of each parameter of a target's first rank that holds without loss what a source's tensors hold."""
+    """The dtype of each parameter of a target's first rank that holds without loss what a source's tensors hold.
+
+    Parameters that are nothing but padding have none.
+    """
     held: dict[str, torch.dtype] = {}
     for unit, param in _parameters(layout):
         dtype = tensors[unit.prefix + param.name].dtype
@@ -131,6 +134,7 @@ def dtypes_in(target: Layout, layout: Layout, tensors: Mapping[str, Tensor]) -> 
     return {
         unit.prefix + param.name: reduce(torch.promote_types, (held[unit.canonical + p.name] for p in param.pieces))
         for unit, param in _parameters(target)
+        if param.pieces
     }
 
 

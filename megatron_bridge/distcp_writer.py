@@ -1,35 +1,43 @@
 """Writing `torch_dist` checkpoints that Megatron-LM, a stock GPTModel and rlflow's trainer start from.
 
-Chunks are made one at a time, when their turn to be written comes, by the bridge's plan from a source that every
-writing process can read; torch.distributed.checkpoint writes them. Besides the weights, at iteration 0, the folder gets
-what belongs to the model: config, tokenizer, generation settings. It has its name only when it is whole.
+What is written where follows from the layouts alone, so each process writes its file from begin to end, in memory for a
+window of a tensor, from a source that it can read; one writes the metadata. Besides the weights, at iteration 0, the
+folder gets what belongs to the model: config, tokenizer, generation settings. It has its name only when it is whole.
 """
 
-import errno
 import io
 import json
-import shutil
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_bridge.boxes import shape_of
-from megatron_bridge.distcp import TRACKER
+from megatron_bridge.checkpoints import cast_dtypes, dtypes_in
+from megatron_bridge.distcp import METADATA, TRACKER
 from megatron_bridge.errors import UserError
-from megatron_bridge.export import Carried, together
 from megatron_bridge.families import Architecture
-from megatron_bridge.files import MappedTensors
+from megatron_bridge.files import write_all
+from megatron_bridge.fill import MAPPED_BYTES, Filler
+from megatron_bridge.folders import Carried, NewFolder, make_durable, together
 from megatron_bridge.layouts import Layout, MegatronLayout
+from megatron_bridge.layouts.layout import round_up
 from megatron_bridge.layouts.torch_dist import (
     TorchDistLayout,
     cut_grids,
@@ -38,7 +46,7 @@ from megatron_bridge.layouts.torch_dist import (
     key_names,
     stored,
 )
-from megatron_bridge.plan import Copy, make_plan
+from megatron_bridge.torch_archive import ALIGNMENT, frame
 
 CHUNK_BYTES = 64 * 2**20
 ITERATION = "iter_0000000"
@@ -56,16 +64,58 @@ class Chunk:
     dtype: torch.dtype
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def stored_shape(self) -> tuple[int, ...]:
+        """Its shape with the axes that the stored tensor has before its own."""
+        return (1,) * (len(self.whole) - len(self.shape)) + self.shape
 
-    def items(self) -> Iterator[WriteItem]:
-        """What torch is asked to write."""
-        lead = (1,) * (len(self.whole) - len(self.shape))
-        for key, offsets in self.keys:
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(lead + self.shape))
-            data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.whole))
-            yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+class Entry(NamedTuple):
+    """What lies at a place of a file: a chunk, or for the key of no tensor what stands for nothing."""
+
+    begin: int
+    nbytes: int
+    content: Chunk | str
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint to be written: its layout, whose units have owners, and the entries of each owner's file."""
+
+    layout: TorchDistLayout
+    entries: Mapping[int, Sequence[Entry]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of weights."""
+        return sum(entries[-1].begin + entries[-1].nbytes for entries in self.entries.values())
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The file of each owner."""
+        return {rank: f"__{rank}_0.distcp" for rank in self.entries}
+
+
+def plan_files(
+    source_layout: Layout,
+    source: Mapping[str, Tensor],
+    like: MegatronLayout,
+    dtype: torch.dtype | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Files:
+    """The files of a checkpoint whose chunks are the shards of `like`, of at most `chunk_bytes` unless one row is more.
+
+    Each rank of the source writes about as much. `dtype` None keeps the source's.
+    """
+    layout = _layout(like, source_layout, chunk_bytes, dtype)
+    chunks = _chunks(layout, source_layout, source, dtype)
+    entries: dict[int, list[Entry]] = {}
+    for rank in layout.ranks:
+        keys = [key for unit in layout.units(rank) for key in extra_states(layout.arch, unit)]
+        mine = layout.parameters(rank)
+        contents: list[Chunk | str] = [*keys, *(chunk for chunk in chunks if chunk.parameter in mine)]
+        if contents:
+            entries[rank] = list(_placed(contents))
+    return Files(layout, entries)
 
 
 def write_torch_dist(
@@ -80,36 +130,38 @@ def write_torch_dist(
     tokenizer: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    mapped_bytes: int = MAPPED_BYTES,
     overwrite: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
     """Write weights as a Megatron-LM root at iteration 0; every rank of the group calls it and writes its share.
 
     `source` are the tensors of a layout of which each rank holds everything, as it does of mapped files. `model` is the
     folder whose config and generation settings are taken over, with the tokenizer files of `tokenizer` (by default the
-    same). Chunks are the shards of `like` (by default of one rank), of at most `chunk_bytes`; its vocabulary padding is
-    kept. `dtype` None keeps the source's. `progress` is told of the bytes of each chunk. A process needs memory for one
-    chunk.
+    same). `like`, `dtype` and `chunk_bytes` as in `plan_files`; `like` is by default a layout of one rank, and its
+    vocabulary padding is kept. `progress` is told of bytes as they are written. `beside` are further files' texts by
+    name.
 
     Raises UserError for a target that exists, unless `overwrite`, and where the disk is full; nothing is left then.
     """
-    target, partial = Path(folder), Path(f"{folder}.partial")
     carried = Carried(Path(model), Path(tokenizer or model))
-    layout = _target(like or MegatronLayout(source_layout.arch), source_layout, chunk_bytes, dtype)
-    chunks = _chunks(layout, source_layout, source, rank, dtype)
-    maker = together(lambda: _Maker(source_layout, source, layout, rank, chunks, progress), group)
-    lead = rank == layout.ranks[0]
-    together(lambda: _prepare(target, partial, carried, chunks, overwrite) if lead else None, group)
+    new = NewFolder(Path(folder), (carried.source, carried.tokenizer), overwrite)
+    files = plan_files(source_layout, source, like or MegatronLayout(source_layout.arch), dtype, chunk_bytes)
+    filler = together(lambda: Filler(source_layout, source, files.layout, rank=rank, mapped_bytes=mapped_bytes), group)
+    lead = rank == files.layout.ranks[0]
+    together(lambda: _begin(new, carried, files) if lead else None, group)
     try:
-        _save(partial / ITERATION, maker, group)
-        together(lambda: _finish(target, partial, carried, layout.arch, dtype) if lead else None, group)
-    except Exception:
+        together(lambda: _write_file(new.partial / ITERATION, files, rank, filler, progress), group)
+        together(lambda: _finish(new, carried, files, dtype, beside or {}) if lead else None, group)
+    except BaseException:
         if lead:
-            shutil.rmtree(partial, ignore_errors=True)
+            new.discard()
         raise
 
 
-def _target(like: MegatronLayout, source: Layout, chunk_bytes: int, dtype: torch.dtype | None) -> TorchDistLayout:
+# ---------------------------------------------------------------- planning
+def _layout(like: MegatronLayout, source: Layout, chunk_bytes: int, dtype: torch.dtype | None) -> TorchDistLayout:
     """The layout to write: each unit by one rank, large ones first to whoever has least."""
     grids = cut_grids(like, chunk_bytes // (dtype or torch.float32).itemsize)
     whole = TorchDistLayout(like.arch, source.ranks[:1], grids)
@@ -123,151 +175,122 @@ def _target(like: MegatronLayout, source: Layout, chunk_bytes: int, dtype: torch
 
 
 def _chunks(
-    layout: TorchDistLayout, source_layout: Layout, source: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None
+    layout: TorchDistLayout, source_layout: Layout, source: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> list[Chunk]:
     """All chunks of a checkpoint. A stored tensor has one dtype, that of all that it is made of."""
     arch, homogeneous = layout.arch, is_homogeneous(layout.arch)
-    of = _dtypes(source_layout, source, rank)
+    whole = replace(layout, owners=None)
+    dtypes = dtypes_in(whole, source_layout, source) if dtype is None else cast_dtypes(whole, dtype)
     chunks: list[Chunk] = []
-    promoted: dict[str, torch.dtype] = {}
+    of_key: dict[str, torch.dtype] = {}
     for unit in layout.all_units:
-        params = {param.name: param for param in layout.params(unit.kind, 0)}
         for name, boxes in dict(layout.grids)[unit.kind]:
             written = key_names(arch, unit.kind)[name].written()
             places = [stored(arch, unit.prefix + known, homogeneous) for known in written]
-            whole = places[0].lead + tuple(max(hi for _, hi in intervals) for intervals in zip(*boxes, strict=True))
+            shape = places[0].lead + tuple(max(hi for _, hi in intervals) for intervals in zip(*boxes, strict=True))
             for i, box in enumerate(boxes):
-                pieces = params[f"{name}@{i}"].pieces
-                for held in (of[unit.canonical + piece.name] for piece in pieces):
-                    promoted[places[0].key] = torch.promote_types(held, promoted.get(places[0].key, held))
+                parameter, key = f"{unit.prefix}{name}@{i}", places[0].key
+                if (held := dtypes.get(parameter)) is not None:
+                    of_key[key] = torch.promote_types(held, of_key.get(key, held))
                 keys = tuple((place.key, (*place.indices, *(lo for lo, _ in box))) for place in places)
-                chunks.append(Chunk(f"{unit.prefix}{name}@{i}", keys, shape_of(box), whole, torch.float32))
-    return [replace(chunk, dtype=dtype or promoted[chunk.keys[0][0]]) for chunk in chunks]
+                chunks.append(Chunk(parameter, keys, shape_of(box), shape, torch.float32))
+    return [replace(chunk, dtype=of_key[chunk.keys[0][0]]) for chunk in chunks]
 
 
-def _dtypes(layout: Layout, tensors: Mapping[str, Tensor], rank: int) -> dict[str, torch.dtype]:
-    """Canonical tensor name -> dtype in the source."""
-    found: dict[str, torch.dtype] = {}
-    for unit in layout.units(rank):
-        for param in layout.params(unit.kind, layout.shard(rank, unit.kind)):
-            dtype = tensors[unit.prefix + param.name].dtype
-            for name in {unit.canonical + piece.name for piece in param.pieces}:
-                found[name] = torch.promote_types(dtype, found.get(name, dtype))
-    return found
+def _placed(contents: Sequence[Chunk | str]) -> Iterator[Entry]:
+    """Contents one after another, each where memory may be aligned."""
+    begin = 0
+    for content in contents:
+        if isinstance(content, Chunk):
+            head, tail = frame(content.stored_shape, content.dtype)
+            nbytes = len(head) + prod(content.shape) * content.dtype.itemsize + len(tail)
+        else:
+            nbytes = len(_nothing())
+        yield Entry(begin, nbytes, content)
+        begin = round_up(begin + nbytes, ALIGNMENT)
 
 
-class _Maker:
-    """Makes a rank's chunks from the source, one at a time, in the same memory."""
-
-    def __init__(
-        self, source_layout: Layout, source: Mapping[str, Tensor], layout: TorchDistLayout, rank: int,
-        chunks: Sequence[Chunk], progress: Callable[[int], None] | None,
-    ) -> None:  # fmt: skip
-        plan = make_plan(source_layout, layout)
-        if plan.sources(rank):
-            raise ValueError(f"rank {rank} does not hold all of the source: chunks are made without communication")
-        self._source, self._progress, self._padding = source, progress, layout.padding(rank)
-        mine = layout.parameters(rank)
-        self._chunks = {
-            item.index: (item, chunk) for chunk in chunks if chunk.parameter in mine for item in chunk.items()
-        }
-        self._copies: dict[str, list[Copy]] = defaultdict(list)
-        for copy in plan.into(rank, rank):
-            self._copies[copy.target.parameter].append(copy)
-        extra = [key for unit in layout.units(rank) for key in extra_states(layout.arch, unit)]
-        self._objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in extra]
-        self._memory = bytearray(max((chunk.nbytes for _, chunk in self._chunks.values()), default=1))
-
-    @property
-    def items(self) -> list[WriteItem]:
-        """What is to be written, in order."""
-        return self._objects + [item for item, _ in self._chunks.values()]
-
-    def make(self, item: WriteItem) -> Tensor:
-        """A chunk's values, until the next one is made."""
-        _, chunk = self._chunks[item.index]
-        # A tensor with more storage than it needs would be cloned by the writer, and kept.
-        tensor = torch.frombuffer(self._memory, dtype=chunk.dtype, count=prod(chunk.shape))
-        if chunk.parameter in self._padding:
-            tensor[-self._padding[chunk.parameter] :].zero_()
-        for shape, source, target in self._copies[chunk.parameter]:
-            held = self._source[source.parameter].detach()
-            values = held.as_strided(shape, source.strides, held.storage_offset() + source.offset)
-            tensor.as_strided(shape, target.strides, target.offset).copy_(values)
-        if isinstance(self._source, MappedTensors):
-            self._source.release()
-        if self._progress is not None:
-            self._progress(chunk.nbytes)
-        return tensor.view(item.tensor_data.chunk.sizes)  # type: ignore[union-attr]
+def _nothing() -> bytes:
+    """What Megatron keeps where a module has no state besides its weights."""
+    file = io.BytesIO()
+    torch.save([None], file)
+    return file.getvalue()
 
 
-class _Planner(DefaultSavePlanner):
-    """Has torch write what a maker makes, when it is its turn."""
-
-    def __init__(self, maker: _Maker) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._maker = maker
-        nothing = io.BytesIO()
-        torch.save([None], nothing)
-        self._nothing = nothing.getvalue()
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(self._maker.items)
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As they are: the bridge's plan has proven that the chunks fill each tensor once."""
-        return create_default_global_save_plan(all_plans)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return io.BytesIO(self._nothing) if write_item.type == WriteItemType.BYTE_IO else self._maker.make(write_item)
-
-
-def _save(folder: Path, maker: _Maker, group: dist.ProcessGroup | None) -> None:
-    # Read ahead, torch would ask for the next chunk before it has written the last, in the same memory.
-    writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
-    try:
-        dcp.save(
-            {}, storage_writer=writer, planner=_Planner(maker), process_group=group, no_dist=not dist.is_initialized()
-        )
-    except dcp.api.CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if isinstance(failure, UserError):
-                raise failure from None
-            if isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise UserError(folder, f"cannot be written: {failure.strerror}") from error
-        raise
-
-
-# ---------------------------------------------------------------- folders
-def _prepare(target: Path, partial: Path, carried: Carried, chunks: Sequence[Chunk], overwrite: bool) -> None:
-    if target.exists() and not overwrite:
-        raise UserError(target, "exists already")
-    if target.exists() and target.resolve() in (carried.source.resolve(), carried.tokenizer.resolve()):
-        raise UserError(target, "would be replaced, but it is read from")
+# ---------------------------------------------------------------- writing
+def _begin(new: NewFolder, carried: Carried, files: Files) -> None:
+    new.check()
     carried.check()
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    needed = sum(chunk.nbytes * len(chunk.keys) for chunk in chunks)
-    free = shutil.disk_usage(partial).free
-    if needed > free:
-        partial.rmdir()
-        raise UserError(target, f"needs {needed / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free there")
-    (partial / ITERATION).mkdir()
+    new.begin(files.nbytes)
+    (new.partial / ITERATION).mkdir()
 
 
-def _finish(target: Path, partial: Path, carried: Carried, arch: Architecture, dtype: torch.dtype | None) -> None:
+def _write_file(folder: Path, files: Files, rank: int, filler: Filler, progress: Callable[[int], None]) -> None:
+    if rank not in files.entries:
+        return
+    path = folder / files.names[rank]
+    try:
+        with path.open("wb", buffering=0) as file:
+            for begin, _, content in files.entries[rank]:
+                write_all(file, memoryview(bytes(begin - file.tell())))
+                if isinstance(content, Chunk):
+                    _write_chunk(file, content, filler, progress)
+                else:
+                    write_all(file, memoryview(_nothing()))
+    except OSError as error:
+        raise UserError(path, f"cannot be written: {error.strerror}") from error
+
+
+def _write_chunk(file: io.FileIO, chunk: Chunk, filler: Filler, progress: Callable[[int], None]) -> None:
+    head, tail = frame(chunk.stored_shape, chunk.dtype)
+    write_all(file, memoryview(head))
+    for part in filler.values(chunk.parameter, chunk.dtype):
+        write_all(file, memoryview(part.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        progress(part.nbytes)
+    write_all(file, memoryview(tail))
+
+
+def _metadata(files: Files) -> Metadata:
+    """What torch is told of the files."""
+    chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    tensors: dict[str, Chunk] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, entries in files.entries.items():
+        for begin, nbytes, content in entries:
+            place = _StorageInfo(files.names[rank], begin, nbytes)
+            if isinstance(content, str):
+                places[MetadataIndex(content)] = place
+                continue
+            for key, offsets in content.keys:
+                tensors[key] = content
+                chunks[key].append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(content.stored_shape)))
+                places[MetadataIndex(key, torch.Size(offsets))] = place
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: TensorStorageMetadata(TensorProperties(dtype=chunk.dtype), torch.Size(chunk.whole), chunks[key])
+        for key, chunk in tensors.items()
+    }
+    state |= {index.fqn: BytesStorageMetadata() for index in places if index.fqn not in state}
+    return Metadata(state, storage_data=places, version=CURRENT_DCP_VERSION)
+
+
+def _finish(
+    new: NewFolder, carried: Carried, files: Files, dtype: torch.dtype | None, beside: Mapping[str, str]
+) -> None:
+    folder, arch = new.partial / ITERATION, files.layout.arch
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(_metadata(files), file)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     common = {"common_backend": "torch", "common_backend_version": 1}  # until megatron-core 0.16
-    (partial / ITERATION / "metadata.json").write_text(json.dumps(backend | common))
+    (folder / "metadata.json").write_text(json.dumps(backend | common))
+    torch.save(_common_state(arch), folder / "common.pt")
+    make_durable(folder)
+    (new.partial / TRACKER).write_text("0")
+    for name, text in beside.items():
+        (new.partial / name).write_text(text, encoding="utf-8")
+    carried.copy(new.partial, dtype)
+    new.publish()
+
+
+def _common_state(arch: Architecture) -> dict[str, object]:
     content = {"non_homogeneous_layers": not is_homogeneous(arch), "singleton_local_shards": False}
-    state = {"iteration": 0, "checkpoint_version": MEGATRON_VERSION, "content_metadata": content}
-    torch.save(state, partial / ITERATION / "common.pt")
-    (partial / TRACKER).write_text("0")
-    carried.copy(partial, dtype)
-    replaced = Path(f"{target}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        target.rename(replaced)
-    partial.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    return {"iteration": 0, "checkpoint_version": MEGATRON_VERSION, "content_metadata": content}

@@ -156,14 +156,15 @@ def stream_file(path: Path, shapes: Shapes, values: Callable[[str, torch.dtype],
     `values(name, dtype)` yields the elements of a tensor part by part, each contiguous and looked at once.
     """
     beginning, entries = encode_header(shapes)
-    with path.open("wb", buffering=0) as file:
-        write_all(file, memoryview(beginning))
-        for name in entries:
-            for part in values(name, shapes[name][1]):
-                write_all(file, memoryview(part.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        if file.tell() != len(beginning) + max((entry["data_offsets"][1] for entry in entries.values()), default=0):
-            raise RuntimeError(f"{path} has {file.tell()} bytes, which its header does not say")
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb", buffering=0) as file:
+            write_all(file, memoryview(beginning))
+            for name in entries:
+                for part in values(name, shapes[name][1]):
+                    write_all(file, memoryview(part.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(path, f"cannot be written: {error.strerror}") from error
 
 
 def write_all(file: io.RawIOBase, data: memoryview) -> None:
