@@ -13,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_bridge.checkpoints import open_source
+from megatron_bridge.distcp_writer import write_torch_dist
+from megatron_bridge.families import load_architecture
 from tests.end_to_end import ROOT, configuration, records, rlflow, succeed
 
 
@@ -77,6 +80,25 @@ def test_a_resumed_run_repeats_the_unbroken_one(trained: Path, tmp_path: Path) -
     for theirs, ours in zip(unbroken, resumed, strict=True):
         same = [name for name in theirs if not name.startswith(("time/", "perf/"))]
         assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+
+
+def test_a_run_starts_from_a_converted_folder(  # cases.md A31
+    trained: Path, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    """At step 0 with a fresh optimizer: the first step is that of the run from the Hugging Face folder."""
+    source, converted, run = tiny_model("qwen2"), tmp_path / "megatron", tmp_path / "run"
+    layout, weights = open_source(source, load_architecture(source))
+    write_torch_dist(converted, layout, weights, rank=0, model=source)
+    options = (f"model.path={converted}", f"trainer.output_dir={run}", "trainer.steps=1")
+    succeed("train", trained / "config.yaml", "--nproc", "2", *options)
+    assert [record["step"] for record in records(run)] == [0, 1]
+    for theirs, ours in zip(records(trained / "run"), records(run), strict=False):
+        same = [name for name in theirs if not name.startswith(("time/", "perf/", "eval/"))]
+        assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    before, after = load_file(source / "model.safetensors"), load_file(run / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype for name in before)
+    assert (run / "model" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
