@@ -23,6 +23,7 @@ from megatron_bridge.folders import NAMES
 from megatron_bridge.layouts import HFLayout, Layout, Unit
 from megatron_bridge.layouts.hf import ROOT
 from megatron_bridge.layouts.layout import EMBEDDING, FLOAT32_KINDS, HEAD, raise_faults
+from megatron_bridge.prediction import prediction_faults, prediction_names, say_left_out
 
 EMBEDDING_IN_ROOT = f"{EMBEDDING.removeprefix(ROOT)}weight"
 
@@ -71,6 +72,8 @@ def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
     weights = open_hf(folder)
     layout = hf_layout(weights, arch)
     raise_faults(str(folder), name_faults(weights, layout))
+    if left_out := prediction_names(layout) & weights.keys():
+        say_left_out(str(folder), len(left_out))
     wanted = layout.parameters(0)
     shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
     misshapen = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
@@ -108,8 +111,8 @@ def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
 def name_faults(names: Iterable[str], layout: HFLayout) -> list[str]:
     """What is wrong with a checkpoint's tensor names: wanted ones that are missing, and ones that nobody knows."""
     arch, given, wanted = layout.arch, set(names), set(layout.parameters(layout.ranks[0]))
-    unknown = [name for name in given - wanted if not is_ignored(name, layout)]
-    faults = [f"{name} is missing" for name in sorted(wanted - given)]
+    unknown = [name for name in given - wanted - prediction_names(layout) if not is_ignored(name, layout)]
+    faults = [f"{name} is missing" for name in sorted(wanted - given)] + prediction_faults(given, layout)
     return faults + [f"{name} is not a tensor of a {arch.family} model" for name in sorted(unknown)]
 
 

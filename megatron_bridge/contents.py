@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron_bridge.files import SINGLE, Shapes
 from megatron_bridge.layouts import HFLayout, Layout, Unit
+from megatron_bridge.layouts.layout import FLOAT32_KINDS
 
 DEFAULT_FILE_BYTES = 4 * 2**30
 
@@ -34,6 +36,12 @@ class Contents:
     def of(self, file: File) -> Shapes:
         """Shape and dtype of each tensor of a file."""
         return {name: self.shapes[name] for name in file.tensors}
+
+    @property
+    def sent(self) -> torch.dtype:
+        """The dtype that holds what the tensors hold, but for those that travel in float32 by themselves."""
+        units = [unit for unit in self.layout.all_units if unit.kind not in FLOAT32_KINDS]
+        return reduce(torch.promote_types, (self.dtypes[name] for u in units for name in _tensors(self.layout, u)))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,6 @@ byte. The folder appears under its name only when it is whole, and a failure of 
 """
 
 from collections.abc import Mapping
-from functools import reduce
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from megatron_bridge.execute import DEFAULT_BUCKET_BYTES, Traffic, connect
 from megatron_bridge.files import MappedFile, close_files, tensor_files, write_index
 from megatron_bridge.folders import Carried, NewFolder, together
 from megatron_bridge.layouts import Layout
+from megatron_bridge.prediction import copy_predictions
 
 
 def export_hf(
@@ -53,7 +53,7 @@ def export_hf(
         contents.layout,
         {name: tensor for file in mapped for name, tensor in file.tensors.items()},
         rank=rank,
-        dtype=reduce(torch.promote_types, contents.dtypes.values()),
+        dtype=contents.sent,
         group=group,
         bucket_bytes=bucket_bytes,
     ).run()
@@ -81,10 +81,11 @@ def begin_hf(new: NewFolder, carried: Carried, contents: Contents) -> None:
 
 def finish_hf(new: NewFolder, carried: Carried, contents: Contents, dtype: torch.dtype | None) -> None:
     """Write the index, what is carried over, and give the folder its name."""
-    if len(contents.files) > 1:
+    wanted = contents.shapes.keys() | copy_predictions(carried.source, new.partial, contents.layout)
+    if len(list(new.partial.glob("*.safetensors"))) > 1:
         write_index(new.partial)
     written = set(tensor_files(new.partial))
-    if written != set(contents.shapes):
-        raise RuntimeError(f"{new.partial} lacks or adds tensors: {sorted(written ^ set(contents.shapes))[:8]}")
+    if written != wanted:
+        raise RuntimeError(f"{new.partial} lacks or adds tensors: {sorted(written ^ wanted)[:8]}")
     carried.copy(new.partial, dtype)
     new.publish()

@@ -83,7 +83,9 @@ class Family:
     `transformer_engine` renames Megatron's parameters for its spec, kind by kind. `stacked` are the experts of
     checkpoints that keep them in one tensor. `facts` reads what only this family's config says, as fields of
     `Architecture`. `ignored` are regular expressions of tensors that checkpoints may hold and no one needs. `check`
-    returns what a config asks for that the family does not do.
+    returns what a config asks for that the family does not do. `prediction` are the tensors that a layer behind the
+    last one, which predicts further tokens, has besides those of a layer, `prediction_copies` those of them that
+    repeat the model's embedding and head.
     """
 
     name: str
@@ -96,3 +98,5 @@ class Family:
         default_factory=lambda: {"layer": FUSED_NORMS, "moe": ONLY_ATTENTION_FUSED}
     )
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    prediction: tuple[str, ...] = ()
+    prediction_copies: tuple[str, ...] = ()

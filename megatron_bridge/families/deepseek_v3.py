@@ -23,10 +23,6 @@ UP_NORMS = {  # Transformer Engine's spec fuses them with the projections that f
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 DENSE_NORM = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
-EXTRA_LAYER = {  # what a layer that predicts further tokens has besides those of a layer with experts
-    "embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight",
-    "shared_head.head.weight",
-}  # fmt: skip
 
 KEYS_AND_VALUES = (
     plain("self_attn.kv_a_layernorm.weight", "kv_rank", megatron="self_attention.kv_layernorm.weight")
@@ -116,4 +112,6 @@ DEEPSEEK_V3 = Family(
         "layer_full_queries": UP_NORMS | DENSE_NORM,
         "moe_full_queries": UP_NORMS,
     },
+    prediction=("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    prediction_copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
