@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_bridge.boxes import merged
 from megatron_bridge.plan import Copy
 
-TILE_BYTES = 64 << 10  # what one program copies, at most, if rows are contiguous
+TILE_BYTES = 32 << 10  # what one program copies, at most, if rows are contiguous; 64 KiB were 2 % slower on an H200
 BLOCK_BYTES = 16 << 10  # what it has in flight
 WIDEST = 16  # bytes of the widest load
 NARROWER = (1, 8, 64)  # a block is as wide as it is large, or this many times narrower and as many rows high

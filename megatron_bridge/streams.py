@@ -17,6 +17,8 @@ from megatron_bridge.plan import Copy, Place, Plan
 BUCKET = "bucket"  # in copies between a parameter and a message, the name of the message's end
 ALIGNMENT = 16  # bytes: messages begin, and streams are cut, where the widest loads of a GPU may begin
 DIGEST_BYTES = 16
+PIPELINED = 4  # rounds that overlap well
+SMALL_BUCKET_BYTES = 4 << 20  # below this a round costs more than it hides
 
 
 @dataclass
@@ -47,9 +49,15 @@ Streams = dict[int, list[Message]]  # peer, ascending -> its message of each rou
 def rounds(plan: Plan, bucket_bytes: int, phase: int, digests: bool) -> int:
     """Exchanges of a phase, so that no bucket takes more than `bucket_bytes`, alignment and digests included.
 
-    The plan keeps one element a peer free. Asked in units of the bytes that a peer's message may take besides its
-    share, it keeps those free instead.
+    Where one or two buckets would do, more and smaller ones are taken, so that one is packed while another travels.
     """
+    few = min(PIPELINED, _rounds(plan, SMALL_BUCKET_BYTES, phase, digests))
+    return max(few, _rounds(plan, bucket_bytes, phase, digests))
+
+
+def _rounds(plan: Plan, bucket_bytes: int, phase: int, digests: bool) -> int:
+    """The plan keeps one element a peer free. Asked in units of what a message may take besides its share, it keeps
+    one of these free instead."""
     slack = ALIGNMENT + DIGEST_BYTES * digests
     return -(-plan.rounds(bucket_bytes * plan.itemsize // slack, phase) // (slack // plan.itemsize))
 

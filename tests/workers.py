@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,13 @@ from typing import Any
 
 FAREWELL = 2.0  # seconds that other ranks have to tell of their failure too
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class RankFailure(AssertionError):

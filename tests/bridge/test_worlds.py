@@ -1,7 +1,6 @@
 """Transfers between processes of two jobs, each with a default group of its own, on real processes."""
 
 import multiprocessing
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,12 +18,7 @@ from megatron_bridge.execute import connect
 from megatron_bridge.layouts import Layout, MegatronLayout, VLLMLayout
 from megatron_bridge.worlds import connect_worlds
 from tests.bridge.toys import empty, gathered, labelled, shards, toy
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.workers import free_port
 
 
 def _leave_for_own_world(folder: Path, job: int, rank: int, size: int) -> None:
