@@ -23,12 +23,14 @@ from megatron_bridge.plan import Plan
 class Placement:
     """Layouts that differ from those given in `train.order`, `train.ranks` and `rollout.ranks` only.
 
-    `received_bytes` has what each rollout rank, ascending, receives; `least_bytes` what it would receive if it were the
-    one that holds most of its slice, of all that a grid of these sizes has: no placement goes below their sum.
+    By rollout rank, ascending: `needed_bytes` is its slice, `received_bytes` what of it the rank does not hold, and
+    `least_bytes` what would be left where most of it is held, of all ranks that a grid of these sizes has. No placement
+    goes below the sum of these.
     """
 
     train: MegatronLayout
     rollout: VLLMLayout
+    needed_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
     least_bytes: tuple[int, ...]
 
@@ -72,7 +74,8 @@ def natural(train: MegatronLayout, rollout: VLLMLayout, *, itemsize: int = 2) ->
 def _placed(train: MegatronLayout, rollout: VLLMLayout, overlaps: "_Overlaps") -> Placement:
     slots = {rank: overlaps.slice_of(rollout, rank) for rank in sorted(rollout.ranks)}
     received = tuple(overlaps.missing(overlaps.slice_of(train, rank), slot) for rank, slot in slots.items())
-    return Placement(train, rollout, received, tuple(overlaps.least(slot) for slot in slots.values()))
+    needed, least = zip(*((overlaps.needed(slot), overlaps.least(slot)) for slot in slots.values()), strict=True)
+    return Placement(train, rollout, needed, received, least)
 
 
 def _crossing(placement: Placement, ranks_per_node: int) -> int:
@@ -185,6 +188,10 @@ class _Overlaps:
         if number == len(self._slices):
             self._slices.append((units, dict(zip(self._kinds[units], shards, strict=True))))
         return number
+
+    def needed(self, slot: int) -> int:
+        """Bytes of a slot."""
+        return self._without((), slot, lambda kind: ())
 
     def missing(self, held: int, slot: int) -> int:
         """Bytes of a slot that a rank with the slice `held` must receive."""

@@ -232,13 +232,15 @@ class Plan:
         """Bytes that a rank copies from its own parameters."""
         return self.traffic[rank, rank] * self.itemsize
 
-    def received_bytes(self, rank: int) -> int:
-        """Bytes that a rank receives from others, in all phases."""
-        return sum(flow.received[rank] for flow in self._flows) * self.itemsize
+    def received_bytes(self, rank: int, phase: int | None = None) -> int:
+        """Bytes that a rank receives from others, in one phase or in all."""
+        flows = self._flows if phase is None else (self._flows[phase],)
+        return sum(flow.received[rank] for flow in flows) * self.itemsize
 
-    def sent_bytes(self, rank: int) -> int:
-        """Bytes that a rank sends to others, in all phases."""
-        return sum(flow.sent[rank] for flow in self._flows) * self.itemsize
+    def sent_bytes(self, rank: int, phase: int | None = None) -> int:
+        """Bytes that a rank sends to others, in one phase or in all."""
+        flows = self._flows if phase is None else (self._flows[phase],)
+        return sum(flow.sent[rank] for flow in flows) * self.itemsize
 
     def rounds(self, cap: int, phase: int = 0) -> int:
         """Exchanges of a phase, the same on every rank, so that none sends or receives more than `cap` bytes in one.

@@ -16,6 +16,9 @@ PURE_BRIDGE = (
     "megatron_bridge/balance.py",
     "megatron_bridge/assignment.py",
     "megatron_bridge/placement.py",
+    "megatron_bridge/describe.py",
+    "megatron_bridge/layout_options.py",
+    "megatron_bridge/streams.py",
     "megatron_bridge/families",
     "megatron_bridge/layouts",
 )
