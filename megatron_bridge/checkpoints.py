@@ -18,7 +18,7 @@ from megatron_bridge.boxes import Param
 from megatron_bridge.distcp import is_torch_dist, open_torch_dist
 from megatron_bridge.execute import Traffic, connect
 from megatron_bridge.families import FAMILIES, Architecture, read_json
-from megatron_bridge.files import MappedTensors, open_hf, tensor_files
+from megatron_bridge.files import MappedTensors, holds_weights, open_hf, tensor_files
 from megatron_bridge.folders import NAMES
 from megatron_bridge.layouts import HFLayout, Layout, Unit
 from megatron_bridge.layouts.hf import ROOT
@@ -101,7 +101,7 @@ def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
 
     A Megatron folder says so in a file of its own; without it the canonical names are taken.
     """
-    if not is_torch_dist(folder):
+    if holds_weights(Path(folder)):
         names = tensor_files(Path(folder))
         return replace(hf_layout(names, arch), tied_head=f"{HEAD}weight" in names)
     said = Path(folder) / NAMES

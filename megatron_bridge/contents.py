@@ -43,10 +43,14 @@ class Contents:
         units = [unit for unit in self.layout.all_units if unit.kind not in FLOAT32_KINDS]
         return reduce(torch.promote_types, (self.dtypes[name] for u in units for name in _tensors(self.layout, u)))
 
+    def bytes_of(self, file: File) -> int:
+        """Bytes of the tensors of a file."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.of(file).values())
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.shapes.values())
+        return sum(self.bytes_of(file) for file in self.files)
 
 
 def plan_contents(source: Layout, names: HFLayout, dtypes: Mapping[str, torch.dtype], file_bytes: int) -> Contents:

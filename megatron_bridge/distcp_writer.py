@@ -134,6 +134,7 @@ def write_torch_dist(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda nbytes: None,
     beside: Mapping[str, str] | None = None,
+    reads: Sequence[Path] = (),
 ) -> None:
     """Write weights as a Megatron-LM root at iteration 0; every rank of the group calls it and writes its share.
 
@@ -141,12 +142,12 @@ def write_torch_dist(
     folder whose config and generation settings are taken over, with the tokenizer files of `tokenizer` (by default the
     same). `like`, `dtype` and `chunk_bytes` as in `plan_files`; `like` is by default a layout of one rank, and its
     vocabulary padding is kept. `progress` is told of bytes as they are written. `beside` are further files' texts by
-    name.
+    name, `reads` further folders that must not be replaced.
 
     Raises UserError for a target that exists, unless `overwrite`, and where the disk is full; nothing is left then.
     """
     carried = Carried(Path(model), Path(tokenizer or model))
-    new = NewFolder(Path(folder), (carried.source, carried.tokenizer), overwrite)
+    new = NewFolder(Path(folder), (carried.source, carried.tokenizer, *reads), overwrite)
     files = plan_files(source_layout, source, like or MegatronLayout(source_layout.arch), dtype, chunk_bytes)
     filler = together(lambda: Filler(source_layout, source, files.layout, rank=rank, mapped_bytes=mapped_bytes), group)
     lead = rank == files.layout.ranks[0]

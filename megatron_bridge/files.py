@@ -54,6 +54,11 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has safetensors under the names that Hugging Face gives them."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, for a folder with one safetensors file or an index.
 

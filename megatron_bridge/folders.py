@@ -103,10 +103,15 @@ class NewFolder:
             self.partial.mkdir(parents=True)
         except OSError as error:
             raise UserError(self.target.parent, f"cannot be written to: {error.strerror}") from error
-        free = shutil.disk_usage(self.partial).free
-        if needed > free:
+        if needed > (free := self.free):
             self.discard()
             raise UserError(self.target, f"needs {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free there")
+
+    @property
+    def free(self) -> int:
+        """Bytes free on the disk of the folder."""
+        places = (self.partial.absolute(), *self.partial.absolute().parents)
+        return shutil.disk_usage(next(place for place in places if place.exists())).free
 
     def publish(self) -> None:
         """Give the folder its name; an older one that has it goes only then."""
