@@ -29,11 +29,13 @@ def prediction_names(layout: HFLayout) -> frozenset[str]:
 
     Each is a layer of the last one's kind with the tensors that its family declares besides.
     """
-    arch, family = layout.arch, FAMILIES[layout.arch.family]
-    count = int(arch.hf_config.get("num_nextn_predict_layers") or 0) if family.prediction else 0
+    arch, family, whole = layout.arch, FAMILIES[layout.arch.family], replace(layout, owners=None)
+    count = int(arch.hf_config.get("num_nextn_predict_layers") or 0)
+    if not count or not family.prediction:
+        return frozenset()
     more = replace(arch, layers=arch.layers + count, layer_kinds=arch.layer_kinds + arch.layer_kinds[-1:] * count)
     rank = layout.ranks[0]
-    names = replace(layout, arch=more).parameters(rank).keys() - layout.parameters(rank).keys()
+    names = replace(whole, arch=more).parameters(rank).keys() - whole.parameters(rank).keys()
     prefixes = [layout.root + layer_prefix(layer).removeprefix(ROOT) for layer in range(arch.layers, more.layers)]
     besides = (*family.prediction, *family.prediction_copies)
     return frozenset(names | {prefix + name for prefix in prefixes for name in besides})

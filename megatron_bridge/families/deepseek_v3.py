@@ -8,7 +8,7 @@ hold it, training and rollout leave it out.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_bridge.families.architecture import Experts, Latent
+from megatron_bridge.families.architecture import Experts, Latent, read_scaling
 from megatron_bridge.families.declare import Block, Family, Parameter, Tensor
 from megatron_bridge.families.experts import ROUTED, router
 from megatron_bridge.families.llama import MLP, NORMS, OUTER, gated, plain, unsupported
@@ -89,6 +89,11 @@ def limits(config: Mapping[str, Any]) -> list[str]:
     for key, value in REQUIRED.items():
         if config.get(key, value) != value:
             faults.append(f"{key} is {config[key]!r}, only {value!r} is supported")
+    heads, rope = config.get("num_attention_heads"), config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("num_key_value_heads", heads) != heads:
+        faults.append(f"num_key_value_heads is {config['num_key_value_heads']}, not that of the heads, {heads}")
+    if (scaling := read_scaling(rope)) is not None and scaling["rope_type"] != "yarn":
+        faults.append(f"rope_type is {scaling['rope_type']!r}, only 'yarn' is supported")
     return unsupported(config) + faults
 
 
