@@ -125,10 +125,11 @@ def _expert_values(arch: Architecture, grid: Grid, transformer_engine: bool) -> 
 
 
 def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recompute: str) -> None:
-    if arch.kv_heads % grid.tp:
-        raise UserError(
-            "tensor_parallel_size", f"{grid.tp} does not divide the {arch.kv_heads} key/value heads of the model"
-        )
+    if arch.heads % grid.tp:
+        raise UserError("tensor_parallel_size", f"{grid.tp} does not divide the {arch.heads} attention heads")
+    if arch.kv_heads % grid.tp and grid.tp % arch.kv_heads:
+        message = f"{grid.tp} neither divides the {arch.kv_heads} key/value heads of the model nor is divided by them"
+        raise UserError("tensor_parallel_size", message)
     if "layer" in arch.layer_kinds and arch.ffn % grid.tp:
         raise UserError("tensor_parallel_size", f"{grid.tp} does not divide the intermediate size {arch.ffn}")
     if stages is None and arch.layers % grid.pp:

@@ -20,9 +20,11 @@ EP2 = Case("EP2", 2, {"expert": 2})
 TP2_EP2 = Case("TP2, experts EP2", 2, {"tensor": 2, "expert": 2, "expert_tensor": 1}, SP)
 EP2_TP2 = Case("EP2 × ETP2", 4, {"tensor": 2, "expert": 2}, SP)
 EP2_PP2 = Case("EP2 × PP2, recomputed", 4, {"pipeline": 2, "expert": 2}, {"recompute": "full"})
+TP4 = Case("TP4", 4, {"tensor": 4})
 TP2_ETP1 = Case("TP2, experts whole", 2, {"tensor": 2, "expert_tensor": 1}, SP | {"overlap": False})
 
 DENSE = [("qwen3", {"tied": True}), ("gemma3_text", {"tied": True}), ("glm4", {"tied": False}), ("glm", {"tied": True})]
+FEW_KV_HEADS = [("qwen3", {"tied": True}), ("qwen2", {"tied": True, "num_key_value_heads": 1})]  # 48 rows of 32 a rank
 EXPERTS = [
     ("qwen3_moe", {"tied": False, "norm_topk_prob": False}),
     ("qwen3_moe", {"tied": True, "norm_topk_prob": True}),
@@ -32,8 +34,8 @@ EXPERTS = [
 
 @pytest.mark.parametrize(
     ("models", "cases"),
-    [(DENSE, [ONE, TP2, PP2, TP2_SP]), (EXPERTS, [ONE, PP2, TP2_SP, EP2, TP2_EP2, EP2_TP2])],
-    ids=["dense", "experts"],
+    [(DENSE, [ONE, TP2, PP2, TP2_SP]), (EXPERTS, [ONE, PP2, TP2_SP, EP2, TP2_EP2, EP2_TP2]), (FEW_KV_HEADS, [TP4])],
+    ids=["dense", "experts", "few KV heads"],
 )
 def test_log_probs_are_those_of_transformers(
     world: Callable[..., Any], tiny_model: Callable[..., Path], models: list[Any], cases: list[Case]
@@ -49,7 +51,7 @@ def test_log_probs_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("model", "cases"),
     [
-        (("qwen3", {"tied": True}), [TP2, TP2_SP]),
+        (("qwen3", {"tied": True}), [TP2, TP2_SP, TP4]),
         (("qwen3_moe", {"tied": True, "norm_topk_prob": True}), [EP2, EP2_TP2, EP2_PP2, TP2_ETP1]),
     ],
     ids=["dense", "experts"],
