@@ -87,15 +87,16 @@ def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch
         "pad_token_id": 0,
     }
     config = AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **overrides})
+    # Gemma's norms add one to their weights, and its embeddings are enlarged: a tied head would only see those.
+    center, spread = (0.0, 0.1) if family == "gemma3_text" else (1.0, 0.5)
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                around_zero = "bias" in name or family == "gemma3_text"  # whose norms add one to their weights
-                parameter.normal_(0.0 if around_zero else 1.0, 0.2, generator=generator)
+                parameter.normal_(0.0 if "bias" in name else center, 0.2, generator=generator)
             else:
-                parameter.normal_(0.0, 0.5 if "embed" in name or "lm_head" in name else 0.12, generator=generator)
+                parameter.normal_(0.0, spread if "embed" in name or "lm_head" in name else 0.12, generator=generator)
         model.to(dtype)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # float32 in every model
