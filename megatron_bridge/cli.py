@@ -21,6 +21,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "import": Command("megatron_bridge.conversion.import_hf", "Hugging Face folder to Megatron checkpoint"),
+    "export": Command("megatron_bridge.conversion.export_megatron", "Megatron checkpoint to Hugging Face folder"),
+    "reshard": Command("megatron_bridge.conversion.reshard", "any model folder to another of any kind"),
     "plan": Command("megatron_bridge.describe", "say what a sync between two layouts moves, without GPUs"),
 }
 
