@@ -12,13 +12,15 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_bridge.errors import UserError
-from megatron_bridge.groups import Group
+from megatron_bridge.groups import Group, gather_integers
 
 POLL_SECONDS = 0.02
 
 
 def connect_worlds(store_address: str, rank: int, size: int, backend: str = "gloo", timeout: float = 600) -> Group:
     """Join; returns when all have joined. Every process of all jobs calls it with its own rank.
+
+    `shutdown()` of the group ends it.
 
     Args:
         store_address: "host:port" on the machine of rank 0, whose process serves the store there.
@@ -44,7 +46,9 @@ def connect_worlds(store_address: str, rank: int, size: int, backend: str = "glo
         what = "cannot serve the store there" if rank == 0 else "rank 0 does not answer there"
         raise UserError(store_address, f"{what}: {error}") from error
     _call_the_roll(store, store_address, rank, size, timeout)
-    return _group(dist.PrefixStore("group", store), rank, size, backend, wait)
+    group = _group(dist.PrefixStore("group", store), rank, size, backend, wait)
+    gather_integers(group, [rank])  # whoever left earlier would break the connections of one that is still joining
+    return group
 
 
 def _call_the_roll(store: dist.Store, address: str, rank: int, size: int, wait: float) -> None:

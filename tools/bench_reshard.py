@@ -7,14 +7,13 @@
 NCCL where there is a GPU for each process, else gloo. Beside the bridge, in the same run: an all-to-all of the same
 bytes between the same ranks followed by a plain copy of the bytes that stay, and a full gather, in which every rank
 gets every tensor whole, a layer at a time, and slices its own parameters out of it as an engine's loader does. Seconds
-are medians of the slowest rank's; both ways of resharding are checked bit by bit. With `--local` the bridge's copies
-are compared with one `copy_` a region and with one large copy of the same bytes (GB/s read and written).
+are the slowest rank's in the best run; both ways of resharding are checked bit by bit. With `--local` the bridge's
+copies are compared with one `copy_` a region and with one large copy of the same bytes (GB/s read and written).
 """
 
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -166,21 +165,20 @@ class Only(Layout):
 
 
 def timed(run: Callable[[], Any], repeat: int, device: torch.device) -> tuple[float, int]:
-    """Median seconds of the slowest rank, the first run left out; and the most bytes that a run allocated (GPU)."""
-    seconds = []
+    """Seconds of the slowest rank in the best run after the first, and the most bytes that runs allocated (GPU)."""
+    on_gpu, seconds = device.type == "cuda", []
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
     for _ in range(repeat + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
         _barrier()
         begin = time.perf_counter()
         run()
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
         seconds.append(_largest(time.perf_counter() - begin, device))
-    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-    return statistics.median(seconds[1:]), int(_largest(peak, device))
+    peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
+    return min(seconds[1:]), int(_largest(peak, device))
 
 
 def _barrier() -> None:

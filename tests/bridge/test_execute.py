@@ -65,6 +65,29 @@ def test_rollout_on_a_subset_of_ranks(world: Callable[..., Any]) -> None:
     assert all(torch.equal(back[name], tensor + 1) for name, tensor in labelled(arch).items())
 
 
+def _sync_in_two_phases(source: Layout, target: Layout) -> dict[str, Any]:
+    rank = dist.get_rank()
+    held, filled = shards(labelled(source.arch), source).get(rank, {}), empty(target, rank)
+    transfer = connect(
+        source, held, target, filled, rank=rank, dtype=torch.int32, bucket_bytes=1000, ranks_per_node=2, checksum=True
+    )
+    traffic = [transfer.run() for _ in range(2)][1]
+    return {"tensors": filled, "phases": len(transfer.phases), "moved": (traffic.received, traffic.sent)}
+
+
+def test_what_two_engines_of_a_node_need_crosses_once_and_is_passed_on(world: Callable[..., Any]) -> None:
+    arch = toy()
+    source, target = MegatronLayout(arch, tp=2), VLLMLayout(arch, 1, (2, 3))
+    results = world(4, _sync_in_two_phases, source, target)
+    assert [result["phases"] for result in results] == [2] * 4
+    model = sum(tensor.nbytes for tensor in labelled(arch).values())
+    assert sum(result["moved"][1] for result in results[:2]) == model
+    assert [result["moved"][0] for result in results] == [0, 0, model, model]
+    for rank in (2, 3):
+        back = gathered(VLLMLayout(arch), {0: results[rank]["tensors"]})
+        assert all(torch.equal(back[name], tensor) for name, tensor in labelled(arch).items())
+
+
 def _send_cast() -> dict[str, torch.Tensor]:
     rank, arch = dist.get_rank(), toy()
     source, target = MegatronLayout(arch, pp=2), VLLMLayout(arch, 1, (0, 1))

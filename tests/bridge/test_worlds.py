@@ -23,6 +23,7 @@ from tests.workers import free_port
 
 def _leave_for_own_world(folder: Path, job: int, rank: int, size: int) -> None:
     """Exchange the fixture's default group for one that only the ranks of a job share."""
+    dist.barrier()  # all have joined the one that is left
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
@@ -48,6 +49,7 @@ def _sync(folder: Path, address: str, source: Layout, target: Layout, repeats: i
         mean = torch.ones(1)
         dist.all_reduce(mean)  # the job's own group goes on beside
         assert mean.item() == dist.get_world_size()
+    group.shutdown()
     return {"tensors": filled, "received": received, "rounds": transfer.rounds}
 
 

@@ -1,6 +1,7 @@
 """The copy kernel, the streams of an exchange and the digests on one GPU; the exchange goes from the GPU to itself."""
 
 import random
+from collections.abc import Iterator
 from math import prod
 
 import pytest
@@ -84,10 +85,12 @@ def test_a_transfer_on_the_gpu_is_that_of_the_cpu() -> None:
 
 
 @pytest.fixture(scope="module")
-def to_itself() -> Group:
+def to_itself() -> Iterator[Group]:
     """A group of this process alone over NCCL, made as two jobs make theirs."""
     torch.cuda.set_device(0)
-    return connect_worlds(f"127.0.0.1:{free_port()}", 0, 1, "nccl", timeout=60)
+    group = connect_worlds(f"127.0.0.1:{free_port()}", 0, 1, "nccl", timeout=60)
+    yield group
+    group.shutdown()
 
 
 def _exchange(source: dict[str, Tensor], target: dict[str, Tensor], sent: torch.dtype) -> Exchange:
