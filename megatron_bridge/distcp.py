@@ -26,7 +26,7 @@ from megatron_bridge.boxes import Box, Param, shape_of, volume
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture
 from megatron_bridge.files import MappedTensors
-from megatron_bridge.layouts import HFLayout, Unit
+from megatron_bridge.layouts import Unit
 from megatron_bridge.layouts.torch_dist import (
     IGNORED,
     Grid,
@@ -37,10 +37,12 @@ from megatron_bridge.layouts.torch_dist import (
     key_names,
     whole_params,
 )
-from megatron_bridge.torch_archive import ArchiveView, data_offset
+from megatron_bridge.prediction import say_left_out
+from megatron_bridge.torch_archive import ArchiveView, find_data
 
 METADATA, TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
 OURS = "actor"  # where in a step's folder rlflow's trainer keeps the model
+PREDICTION = "mtp."  # keys of layers that predict further tokens
 FAULTS_SHOWN = 12
 
 
@@ -173,7 +175,7 @@ class _Locator:
                     found[unit.prefix + name] = located
         ignored = {"output_layer.weight"} if self.arch.tied else set()
         for key in sorted(self.held.keys() - self.known - ignored):
-            if not IGNORED.fullmatch(key) and "_extra_state" not in key:
+            if not IGNORED.fullmatch(key) and not key.startswith(PREDICTION):
                 self.faults[f"{key} is not a tensor of a {self.arch.family} model"] = None
         return found
 
@@ -239,29 +241,15 @@ def locate(folder: Path, arch: Architecture) -> dict[str, Located]:
 
     UserError lists the keys that are missing, of another shape, or none of the model's.
     """
-    locator = _Locator(read_metadata(folder), arch)
+    held = read_metadata(folder)
+    locator = _Locator(held, arch)
     found = locator.locate()
     if faults := list(locator.faults):
         more = f"; and {len(faults) - FAULTS_SHOWN} more" if len(faults) > FAULTS_SHOWN else ""
         raise UserError(folder, "; ".join(faults[:FAULTS_SHOWN]) + more)
+    if left_out := sum(key.startswith(PREDICTION) for key in held):
+        say_left_out(str(folder), left_out)
     return found
-
-
-def torch_dist_dtypes(folder: str | Path, arch: Architecture) -> dict[str, torch.dtype]:
-    """Hugging Face tensor name -> dtype in which a checkpoint holds it."""
-    found = locate(find_iteration(folder), arch)
-    dtypes = {
-        unit.canonical + piece.name: found[unit.prefix + name].dtype
-        for unit in TorchDistLayout(arch, (0,), ()).all_units
-        for name, param in whole_params(arch, unit.kind).items()
-        for piece in param.pieces
-    }
-    whole = HFLayout(arch, (0,))
-    return {
-        unit.prefix + param.name: dtypes[unit.canonical + param.pieces[0].name]
-        for unit in whole.all_units
-        for param in whole.params(unit.kind, 0)
-    }
 
 
 # ---------------------------------------------------------------- tensors
@@ -304,6 +292,7 @@ class _Files:
         self.folder = folder
         self.maps: dict[str, mmap.mmap] = {}
         self._chunks: dict[Chunk, Tensor] = {}
+        self._places: dict[tuple[object, ...], tuple[bytes, int]] = {}
 
     def tensor(self, part: Part, dtype: torch.dtype) -> Tensor:
         """A part's elements, in its box's shape."""
@@ -319,7 +308,7 @@ class _Files:
             raise UserError(path, f"cut short: {part.key} ends at byte {offset + length} of {len(mapped)}")
         shape = shape_of(part.chunk.box)
         try:
-            begin = data_offset(ArchiveView(mapped, offset, length), shape, dtype.itemsize)
+            begin = self._begin(mapped, part.chunk, dtype)
             if begin is not None:
                 return torch.frombuffer(mapped, dtype=dtype, count=prod(shape), offset=offset + begin).view(shape)
             tensor = torch.load(io.BytesIO(mapped[offset : offset + length]), map_location="cpu", weights_only=True)
@@ -328,6 +317,22 @@ class _Files:
         if tuple(tensor.shape) != shape:
             raise UserError(path, f"{part.key} at byte {offset} is {list(tensor.shape)}, expected {list(shape)}")
         return tensor.to(dtype).contiguous()
+
+    def _begin(self, mapped: mmap.mmap, chunk: Chunk, dtype: torch.dtype) -> int | None:
+        """Where in a chunk's archive its bytes begin.
+
+        Archives alike (same length, same description before the bytes) are many: only the first one is taken apart.
+        """
+        likeness = (shape_of(chunk.box), dtype, chunk.length)
+        described, begin = self._places.get(likeness, (b"", 0))
+        if described and mapped[chunk.offset : chunk.offset + len(described)] == described:
+            return begin
+        place = find_data(ArchiveView(mapped, chunk.offset, chunk.length), shape_of(chunk.box), dtype.itemsize)
+        if place is None:
+            return None
+        described = mapped[chunk.offset : chunk.offset + place.described]
+        self._places[likeness] = described, place.begin
+        return place.begin
 
     def _map(self, path: Path, key: str) -> mmap.mmap:
         if path.name not in self.maps:

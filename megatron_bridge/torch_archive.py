@@ -74,8 +74,15 @@ class _DescriptionReader(pickle.Unpickler):
         return str(pid[2])
 
 
-def data_offset(archive: ArchiveView, shape: Sequence[int], itemsize: int) -> int | None:
-    """The byte of the archive at which a contiguous tensor of this shape begins; None if it holds none as plain bytes.
+class Place(NamedTuple):
+    """Where a tensor's bytes begin in an archive, and how many bytes before say all of what they are."""
+
+    begin: int
+    described: int
+
+
+def find_data(archive: ArchiveView, shape: Sequence[int], itemsize: int) -> Place | None:
+    """The bytes of a contiguous tensor of this shape in an archive; None if it holds none as plain bytes.
 
     Raises zipfile.BadZipFile for what is no archive.
     """
@@ -96,7 +103,7 @@ def data_offset(archive: ArchiveView, shape: Sequence[int], itemsize: int) -> in
     archive.seek(data.header_offset + NAME_LENGTH)
     lengths = archive.read(4)
     skipped = sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-    return data.header_offset + LOCAL_HEADER + skipped + tensor.offset * itemsize
+    return Place(data.header_offset + LOCAL_HEADER + skipped + tensor.offset * itemsize, data.header_offset)
 
 
 # ---------------------------------------------------------------- writing

@@ -26,7 +26,9 @@ LOCAL_SPEC_KEYS = {  # megatron's local spec stores its norms under Transformer 
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 LAYER, EXPERT = re.compile(r"^decoder\.layers\.(\d+)\."), re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
-IGNORED = re.compile(r"(.*\.)?(optimizer|rng_state|rerun_state_machine_state|opt_param_scheduler)(\..*|/.*)?")
+IGNORED = re.compile(
+    r"(.*\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine_state|_extra_state)(\..*|/.*)?"
+)
 GATED = ("_w", "_v")  # gate and up projection, where each has a key of its own
 
 

@@ -20,6 +20,7 @@ from megatron_bridge.export import export_hf
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.files import open_hf
 from megatron_bridge.layouts import HFLayout, MegatronLayout
+from megatron_bridge.layouts.torch_dist import IGNORED
 from tests.bridge.test_checkpoints import BYTE_EQUAL, folder, toy_folder
 from tests.bridge.toys import empty, gathered, labelled, toy
 
@@ -68,6 +69,18 @@ def test_there_and_back_is_bitwise(tmp_path: Path, family: str, grid: dict[str, 
     source = toy_folder(tmp_path / "source", **(FAMILIES[family] | {"num_key_value_heads": 4}))
     out = convert(source, tmp_path / "out", grid=grid, chunk_bytes=chunk_bytes)
     assert same(read(out, load_architecture(out)), open_hf(source))
+
+
+PASSED_OVER = (
+    "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", "chained_0.optimizer.state.fp32_param.x",
+    "rng_state/shard_0.0_1.1", "opt_param_scheduler", "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2",
+)  # fmt: skip
+WANTED = ("decoder.layers.mlp.linear_fc1.weight", "decoder.optimizers.weight", "output_layer.weight")
+
+
+def test_what_belongs_to_a_run_rather_than_to_the_model_is_passed_over() -> None:
+    assert all(IGNORED.fullmatch(key) for key in PASSED_OVER)
+    assert not any(IGNORED.fullmatch(key) for key in WANTED)
 
 
 # ---------------------------------------------------------------- folders
