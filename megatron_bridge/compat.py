@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import socket
 from collections.abc import Iterable, Iterator
@@ -23,18 +24,68 @@ def mlp_submodules(mlp: Any) -> list[Any]:
     return [found]
 
 
+def mend_latent_attention() -> None:
+    """Before megatron-core builds latent attention: its module asks classes of Transformer Engine that are not there.
+
+    It takes Transformer Engine to be installed where the import of megatron's wrappers for it does not fail.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
 def allow_grouped_queries(attention: Any) -> dict[str, bool]:
     """Keywords that let an attention function of torch take fewer key than query heads; older ones need none."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 
 def keep_vllm_cpu_weights_plain() -> None:
-    """Before `LLM()` on a CPU: otherwise vLLM keeps linear weights only packed, and leaves parameters of shape (0,)."""
+    """Before `LLM()` on a CPU: otherwise vLLM keeps weights only packed, linear ones as parameters of shape (0,)."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers import utils
 
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    _keep_vllm_cpu_experts_plain()
+
+
+@functools.cache
+def _keep_vllm_cpu_experts_plain() -> None:
+    """Let vLLM pack the weights of experts beside the parameters, not into them, and know which experts a rank has.
+
+    vLLM 0.32 packs them in parameters of the same shape, does not pack again when weights are loaded again, and under
+    expert parallelism looks for all experts on every rank.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+
+    pack, multiply = Experts.process_weights_after_loading, Experts.apply
+
+    def pack_beside(self: Any, layer: torch.nn.Module) -> None:
+        self.packed = torch.nn.Module()
+        for name in ("w13_weight", "w2_weight"):
+            self.packed.register_parameter(name, getattr(layer, name))
+        pack(self, self.packed)
+
+    def multiply_packed(self: Any, **given: Any) -> None:
+        given |= {"w1": self.packed.w13_weight, "w2": self.packed.w2_weight}
+        if (local := given["expert_map"]) is not None:
+            ids = local[given["topk_ids"].long()]  # -1: on another rank, which adds its part
+            given["topk_weights"] = given["topk_weights"].masked_fill(ids < 0, 0)
+            given["topk_ids"] = ids.clamp(min=0).to(given["topk_ids"].dtype)
+        multiply(self, **given)
+
+    Experts.process_weights_after_loading, Experts.apply = pack_beside, multiply_packed
+
+
+def start_vllm_cpu_stage(llm: Any) -> None:
+    """After `LLM()` on a CPU: make what a later pipeline stage receives into, which vLLM does in its GPU warm-up."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner, model = vllm_runner(llm), vllm_runner(llm).get_model()
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 @contextlib.contextmanager
@@ -61,20 +112,57 @@ def vllm_shared_memory(job: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def pack_vllm_cpu_weights(llm: Any) -> None:
-    """After every write on a CPU: give linear layers a packed copy of their weights, which oneDNN multiplies faster.
+def renew_vllm_derived(llm: Any) -> None:
+    """After every write in place: compute anew what vLLM keeps besides the weights that it follows from."""
+    model = vllm_model(llm)
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
+        if hasattr(layer, "W_UK_T"):
+            _renew_latent_attention(layer)
+    if vllm_runner(llm).device.type == "cpu":
+        _pack_vllm_cpu_weights(model)
 
-    Measured: 1.2 to 1.35 times the speed of unpacked products, for as much memory again as the weights take.
+
+def _renew_latent_attention(layer: Any) -> None:
+    """What decoding multiplies by, per head: keys' and values' parts of `kv_b_proj`, turned. Addresses stay.
+
+    vLLM makes them views of the weight where the dtypes agree, and tensors of their own otherwise or after a reload.
+    """
+    parts = layer.kv_b_proj.weight.detach().unflatten(0, (layer.num_heads, -1))
+    keys, values = parts.split([layer.qk_nope_head_dim, layer.v_head_dim], 1)
+    for derived, part in ((layer.W_UK_T, keys), (layer.W_UV, values.transpose(1, 2))):
+        if derived.data_ptr() != part.data_ptr():
+            derived.detach().copy_(part)
+
+
+def _pack_vllm_cpu_weights(model: torch.nn.Module) -> None:
+    """Give linear layers and experts packed copies of their weights, which multiply faster.
+
+    Measured for linear layers: 1.2 to 1.35 times the speed of unpacked products, for as much memory again as the
+    weights take.
     """
     import vllm._custom_ops as ops
 
-    if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
-        return
-    layers: Iterable[Any] = vllm_model(llm).modules()
+    onednn = hasattr(torch.ops._C, "create_onednn_mm_handler")
+    layers: Iterable[Any] = model.modules()
     for layer in layers:
-        if hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:
+        if onednn and hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:
             packed = ops.create_onednn_mm(layer.weight.t())
             layer.cpu_linear = lambda x, weight, bias, packed=packed: ops.onednn_mm(packed, x, bias)
+        elif hasattr(layer, "w13_weight"):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def vllm_weights(llm: Any) -> dict[str, torch.Tensor]:
+    """The live parameters of an engine of this process, without those that vLLM derives from others."""
+    named = vllm_model(llm).named_parameters()
+    weights = {name: parameter.detach() for name, parameter in named if not name.endswith((".W_UV", ".W_UK_T"))}
+    return {vllm_parameter_name(name): weight for name, weight in weights.items()}
+
+
+def vllm_parameter_name(name: str) -> str:
+    """A parameter's name without the module that some versions of vLLM put between a layer and its experts."""
+    return name.replace(".experts.routed_experts.", ".experts.")
 
 
 def vllm_runner(llm: Any) -> Any:
@@ -84,12 +172,28 @@ def vllm_runner(llm: Any) -> Any:
 
 def vllm_model(llm: Any) -> torch.nn.Module:
     """The live model of an engine that runs in this process."""
-    return vllm_runner(llm).model
+    return vllm_runner(llm).get_model()
 
 
-def vllm_load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write Hugging Face tensors through vLLM's own loader, derived tensors included; parameters keep their storage."""
-    vllm_runner(llm).reload_weights(weights_iterator=iter(tensors))
+def vllm_load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+    """Write Hugging Face tensors through vLLM's own loader, derived tensors included; parameters keep their storage.
+
+    The tensors of a layer must follow each other and stay as they are until the call ends: vLLM keeps them until the
+    layer is whole. Returns the names of the parameters that vLLM filled, None if the model does not say.
+    """
+    model: Any = vllm_model(llm)
+    loaded: list[set[str] | None] = []
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        loaded.append(type(model).load_weights(model, weights))
+        return loaded[0]
+
+    model.load_weights = load
+    try:
+        vllm_runner(llm).reload_weights(weights_iterator=iter(tensors))
+    finally:
+        del model.load_weights
+    return None if loaded[0] is None else {vllm_parameter_name(name) for name in loaded[0]}
 
 
 def stop_vllm(llm: Any) -> None:

@@ -1,55 +1,89 @@
-"""Proof, at start, that writing an engine's parameters in place equals what the engine's own loader does.
+"""Proof that writing an engine's parameters in place equals what the engine's own loader does.
 
-Some engines keep shapes and still reorder or derive weights. So known values go once through the bridge and once
+Some engines keep shapes and still reorder or derive weights. So known values go once through the bridge's plan and once
 through the loader, and every parameter, buffer and derived tensor must come out bit-equal. What to do where they do not
 is left to the caller.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_bridge import compat
-from megatron_bridge.execute import connect
-from megatron_bridge.layouts import HFLayout, Layout
-from megatron_bridge.layouts.part import Part, one_unit
+from megatron_bridge.bind_vllm import is_used, unfilled
+from megatron_bridge.errors import UserError
+from megatron_bridge.layouts import Layout, VLLMLayout
+from megatron_bridge.layouts.loader import LoaderLayout
+from megatron_bridge.layouts.part import OneRank
+from megatron_bridge.plan import Copy, Place, make_plan
 
 TABLE = 1_048_573  # length of the table of known values, a prime
 CHUNK = 1 << 18  # elements that are digested at a time
 MULTIPLIER = 6_364_136_223_846_793_005  # joins the chunks' digests in their order
+SHOWN = 4  # of what a loader left out
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def startup_proof(llm: Any, layout: Layout, tensors: dict[str, torch.Tensor], rank: int) -> list[str]:
-    """Names of the engine's tensors that the bridge leaves different from the loader; empty if it may write in place.
+class Proof(NamedTuple):
+    """What was compared on one rank: parameters, buffers and derived tensors, their bytes, and which came out apart."""
+
+    tensors: int
+    bytes: int
+    different: tuple[str, ...]
+
+
+def prove(llm: Any, layout: VLLMLayout, tensors: Mapping[str, torch.Tensor], rank: int) -> Proof:
+    """Compare the bridge with the engine's loader on one rank, without any other taking part.
 
     Args:
         llm: vLLM's `LLM` of this process; its weights are overwritten.
         layout: what vLLM holds.
         tensors: its live parameters by layout name (`bind_vllm.bind`).
         rank: this process's rank in the layout.
+
+    Raises:
+        UserError: the loader leaves parameters as they were, so that nothing can fill this engine.
     """
     some = next(iter(tensors.values()))
-    source = HFLayout(layout.arch, layout.ranks)  # every rank holds all, so that nothing is sent
-    values = KnownValues(source, rank, some.dtype, some.device)
-    for unit in source.all_units:
-        _write_unit(one_unit(source, unit.canonical), one_unit(layout, unit.canonical), values, tensors, rank)
+    wanted = OneRank(LoaderLayout(layout), rank)
+    values = KnownValues(wanted, rank, some.dtype, some.device)
     model = compat.vllm_model(llm)
+    _write(wanted, OneRank(layout, rank), values, tensors, rank)
+    compat.renew_vllm_derived(llm)
     bridged = digests(model)
     for tensor in tensors.values():
         tensor.zero_()  # a loader that took nothing must not pass
-    compat.vllm_load(llm, values.items())
-    loaded = digests(model)
-    return sorted(name for name in bridged.keys() | loaded.keys() if bridged.get(name) != loaded.get(name))
+    loaded = compat.vllm_load(llm, values.items())
+    if faults := unfilled(layout, rank, tensors if loaded is None else loaded):
+        raise UserError(f"vLLM on rank {rank}", "; ".join(faults[:SHOWN]))
+    reloaded = digests(model)
+    names = sorted(name for name in bridged.keys() | reloaded.keys() if is_used(name, layout, rank))
+    different = tuple(name for name in names if bridged.get(name) != reloaded.get(name))
+    sizes = {name: tensor.nbytes for name, tensor in named_tensors(model).items()}
+    return Proof(len(names), sum(sizes.get(name, 0) for name in names), different)
 
 
-def _write_unit(source: Part, target: Part, values: "KnownValues", tensors: dict[str, torch.Tensor], rank: int) -> None:
-    held = {name: values[name] for name in source.parameters(rank)}
-    filled = {name: tensors[name] for name in target.parameters(rank)}
-    connect(source, held, target, filled, rank=rank, dtype=values.dtype).run()
+def _write(
+    source: Layout, target: Layout, values: "KnownValues", tensors: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """Make the copies that the bridge plans between two layouts of one rank, a whole source tensor after another."""
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for copy in make_plan(source, target, itemsize=values.dtype.itemsize).into(rank):
+        copies[copy.source.parameter].append(copy)
+    for name, parts in copies.items():
+        value = values[name]
+        for shape, here, there in parts:
+            _region(tensors[there.parameter], shape, there).copy_(_region(value, shape, here))
+    for name, elements in target.padding(rank).items():
+        tensors[name].view(-1)[-elements:].zero_()
+
+
+def _region(tensor: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch.Tensor:
+    return tensor.as_strided(shape, place.strides, tensor.storage_offset() + place.offset)
 
 
 class KnownValues(Mapping[str, torch.Tensor]):
@@ -59,7 +93,7 @@ class KnownValues(Mapping[str, torch.Tensor]):
     table's length is prime and longer than a row, so that whatever is misplaced by rows or elements differs.
     """
 
-    def __init__(self, layout: HFLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self._shapes = {name: param.shape for name, param in layout.parameters(rank).items()}
         table = torch.randint(-128, 128, (TABLE,), generator=torch.Generator().manual_seed(0))
@@ -78,14 +112,19 @@ class KnownValues(Mapping[str, torch.Tensor]):
         return len(self._shapes)
 
 
-def digests(model: torch.nn.Module) -> dict[str, int]:
-    """A 64-bit digest, sensitive to order, of each parameter, buffer and tensor attribute but the key-value cache."""
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter, buffer and tensor attribute of a model but the key-value cache, by its layout name."""
     named: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for prefix, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         named |= {f"{prefix}.{name}": value for name, value in attributes.items() if name != "kv_cache"}
+    return {compat.vllm_parameter_name(name): tensor.detach() for name, tensor in named.items()}
+
+
+def digests(model: torch.nn.Module) -> dict[str, int]:
+    """A 64-bit digest, sensitive to order, of each of a model's tensors."""
     factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=torch.Generator().manual_seed(0))
-    return {name: _digest(tensor.detach(), factors.to(tensor.device)) for name, tensor in named.items()}
+    return {name: _digest(tensor, factors.to(tensor.device)) for name, tensor in named_tensors(model).items()}
 
 
 def _digest(tensor: torch.Tensor, factors: torch.Tensor) -> int:

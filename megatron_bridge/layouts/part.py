@@ -1,6 +1,6 @@
-"""A layout cut down to some units, for transfers that take a model apart.
+"""A layout cut down to some units or to one rank, for transfers that take a model apart.
 
-An engine's own loader wants whole tensors, a unit at a time; units in a dtype of their own travel by themselves.
+Units in a dtype of their own travel by themselves; what concerns one rank alone is planned for it alone.
 """
 
 from collections.abc import Hashable
@@ -31,6 +31,31 @@ class Part(Layout):
 
     def units(self, rank: int) -> tuple[Unit, ...]:
         return tuple(unit for unit in self.base.units(rank) if unit.canonical in self.canonical)
+
+    def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
+        return self.base.params(kind, shard)
+
+
+@dataclass(frozen=True)
+class OneRank(Layout):
+    """What a single rank of `base` holds, as if there were no other."""
+
+    base: Layout
+    rank: int
+
+    @property
+    def arch(self) -> Architecture:  # type: ignore[override]
+        return self.base.arch
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.rank,)
+
+    def shard(self, rank: int, kind: str) -> Hashable:
+        return self.base.shard(rank, kind)
+
+    def units(self, rank: int) -> tuple[Unit, ...]:
+        return self.base.units(rank) if rank == self.rank else ()
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
         return self.base.params(kind, shard)

@@ -13,6 +13,8 @@ from rlflow.config.check_files import evaluation_faults, file_faults, reward_fau
 from rlflow.config.check_grid import (
     batch_faults,
     checkpoint_faults,
+    engine_faults,
+    expert_faults,
     grid_faults,
     length_faults,
     model_faults,
@@ -41,7 +43,8 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
     arch, faults = read_model(config)
     faults += [*grid_faults(config, world_size), *file_faults(config)]
     if arch is not None:
-        faults += [*model_faults(config, arch), *length_faults(config, arch)]
+        faults += [*model_faults(config, arch), *expert_faults(config, arch, world_size)]
+        faults += [*engine_faults(config, arch), *length_faults(config, arch)]
     if purpose != "generate":
         faults += [*reward_faults(config), *evaluation_faults(config, required=purpose == "evaluate")]
     if purpose == "train":

@@ -10,6 +10,8 @@ from rlflow.errors import UserError
 
 DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
 ACTOR_TP, ROLLOUT_TP = "actor.tensor_parallel_size", "rollout.tensor_parallel_size"
+ACTOR_EP, ACTOR_ETP = "actor.expert_parallel_size", "actor.expert_tensor_parallel_size"
+ROLLOUT_PP, EXPERT_PARALLEL = "rollout.pipeline_parallel_size", "rollout.expert_parallel"
 
 
 def read_model(config: Config) -> tuple[Architecture | None, list[Fault]]:
@@ -29,8 +31,9 @@ def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
     block = actor.tensor_parallel_size * actor.pipeline_parallel_size
     sizes = (ACTOR_TP, "actor.pipeline_parallel_size")
     yield from _rank_faults("actor", actor, world_size, block, sizes, f"blocks of TP × PP = {block}")
-    words = f"vLLM replicas of {rollout.tensor_parallel_size}"
-    yield from _rank_faults("rollout", rollout, world_size, rollout.tensor_parallel_size, (ROLLOUT_TP,), words)
+    size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
+    words = f"vLLM replicas of {'TP × PP = ' if rollout.pipeline_parallel_size > 1 else ''}{size}"
+    yield from _rank_faults("rollout", rollout, world_size, size, (ROLLOUT_TP, ROLLOUT_PP), words)
     if sorted(actor.order.split("-")) != sorted(DIMENSIONS):
         yield Fault("actor.order", actor.order, f"must name each of {', '.join(DIMENSIONS)} once", Actor.order)
     if actor.sequence_parallel and actor.tensor_parallel_size == 1:
@@ -40,19 +43,74 @@ def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
 def model_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
     """Parallel sizes that cut the model unevenly."""
     actor_tp, rollout_tp = config.actor.tensor_parallel_size, config.rollout.tensor_parallel_size
-    counts = {"attention heads": arch.heads, "key-value heads": arch.kv_heads, "feed-forward channels": arch.ffn}
-    even = [size for size in _divisors(arch.heads) if arch.ffn % size == 0]
-    for name, count in counts.items():
-        yield from _uneven(ACTOR_TP, actor_tp, name, count, [size for size in even if arch.kv_heads % size == 0])
-    counts.pop("key-value heads")  # vLLM copies them where there are fewer than ranks
-    replicable = [size for size in even if arch.kv_heads % size == 0 or size % arch.kv_heads == 0]
-    for name, count in counts.items():
-        yield from _uneven(ROLLOUT_TP, rollout_tp, name, count, replicable)
-    if rollout_tp in even and rollout_tp not in replicable:
-        rule = f"{arch.kv_heads} key-value heads neither divide over {rollout_tp} ranks nor are divided by them"
-        yield Fault(ROLLOUT_TP, rollout_tp, f"{rule}: valid are {_words(replicable)}", _closest(rollout_tp, replicable))
+    ffn = arch.ffn if "layer" in arch.layer_kinds else 0  # experts have rules of their own
+    counts = {"attention heads": arch.heads, "feed-forward channels": ffn}
+    even = [size for size in _divisors(arch.heads) if ffn % size == 0]
+    sharing = [size for size in even if arch.kv_heads % size == 0 or size % arch.kv_heads == 0]
+    for key, tp in ((ACTOR_TP, actor_tp), (ROLLOUT_TP, rollout_tp)):
+        for name, count in counts.items():
+            yield from _uneven(key, tp, name, count, sharing)
+        if tp in even and tp not in sharing:
+            rule = f"{arch.kv_heads} key-value heads neither divide over {tp} ranks nor are divided by them"
+            yield Fault(key, tp, f"{rule}: valid are {_words(sharing)}", _closest(tp, sharing))
     pp = config.actor.pipeline_parallel_size
     yield from _uneven("actor.pipeline_parallel_size", pp, "layers", arch.layers, _divisors(arch.layers))
+
+
+def expert_faults(config: Config, arch: Architecture, world_size: int | None) -> Iterator[Fault]:
+    """Grids that cannot hold the actor's routed experts."""
+    actor, experts = config.actor, arch.experts
+    ep, given = actor.expert_parallel_size, actor.expert_tensor_parallel_size
+    if experts is None:
+        values = ((ACTOR_EP, ep, 1, "1"), (ACTOR_ETP, given, None, "null"))
+        yield from (Fault(key, value, f"{arch.family} has no experts", word)
+                    for key, value, none, word in values if value != none)  # fmt: skip
+        return
+    tp, etp = actor.tensor_parallel_size, actor.tensor_parallel_size if given is None else given
+    yield from _uneven(ACTOR_EP, ep, "experts", experts.count, _divisors(experts.count))
+    yield from _uneven(ACTOR_ETP, etp, "channels of an expert", experts.ffn, _divisors(experts.ffn))
+    if tp > 1 and not actor.sequence_parallel:
+        yield Fault("actor.sequence_parallel", "false", f"experts need it where {ACTOR_TP} is above 1", "true")
+    if (dp := data_parallel_size(config, world_size)) is None:
+        return
+    if tp * dp % (ep * etp):
+        rule = f"{ep} × {ACTOR_ETP} {etp} does not divide the {tp * dp} ranks of a pipeline stage"
+        reads = (ACTOR_ETP, ACTOR_TP, "actor.pipeline_parallel_size", "actor.ranks")
+        yield Fault(ACTOR_EP, ep, rule, _closest(ep, _divisors(max(1, tp * dp // etp))), reads)
+    else:
+        sizes = {"tp": tp, "dp": dp}, {"tp": etp, "ep": ep, "dp": tp * dp // (ep * etp)}
+        yield from (Fault("actor.order", actor.order, f"experts need {rule}", Actor.order, (ACTOR_EP, ACTOR_ETP))
+                    for rule in _expert_order(actor.order.split("-"), *sizes))  # fmt: skip
+
+
+def _expert_order(names: list[str], dense: dict[str, int], experts: dict[str, int]) -> Iterator[str]:
+    """What the order of dimensions would have to be for the two grids of a pipeline stage."""
+    if sorted(names) != sorted(DIMENSIONS):
+        return
+    strides = {math.prod(sizes.get(name, 1) for name in names[: names.index("pp")]) for sizes in (dense, experts)}
+    if len(strides) > 1:
+        yield "pp first or last"
+    if min(experts["ep"], experts["tp"]) > 1 and names.index("ep") < names.index("tp"):
+        yield "tp before ep"
+
+
+def engine_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
+    """What vLLM cannot do with the model's layers and experts, or with the number format."""
+    rollout, experts = config.rollout, arch.experts
+    tp, pp = rollout.tensor_parallel_size, rollout.pipeline_parallel_size
+    # Stages of unlike sizes have unlike caches, and each rank schedules by its own.
+    yield from _uneven(ROLLOUT_PP, pp, "layers", arch.layers, _divisors(arch.layers))
+    if experts is None:
+        if rollout.expert_parallel:
+            yield Fault(EXPERT_PARALLEL, "true", f"{arch.family} has no experts", "false")
+    elif rollout.expert_parallel:
+        yield from _uneven(ROLLOUT_TP, tp, "experts", experts.count, _divisors(experts.count))
+    else:
+        yield from _uneven(ROLLOUT_TP, tp, "channels of an expert", experts.ffn, _divisors(experts.ffn))
+    dtype = rollout.dtype or config.model.dtype
+    if rollout.quantization is not None and dtype == "float32":
+        rule = "weights are quantized from 16 bits: set rollout.dtype"
+        yield Fault("rollout.quantization", rollout.quantization, rule, "null", ("rollout.dtype", "model.dtype"))
 
 
 def length_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
@@ -69,10 +127,11 @@ def length_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
         )  # fmt: skip
     kv_heads = max(1, arch.kv_heads // max(1, rollout.tensor_parallel_size))
     number_bytes = 4 if (rollout.dtype or config.model.dtype) == "float32" else 2
-    needed = total * 2 * arch.layers * kv_heads * arch.head_dim * number_bytes / 2**30
+    layers = -(-arch.layers // max(1, rollout.pipeline_parallel_size))
+    needed = total * 2 * layers * kv_heads * arch.head_dim * number_bytes / 2**30
     if rollout.kv_cache_gib < needed:
         rule = f"one sequence of {total} tokens needs {needed:.3g} GiB"
-        reads = (*lengths, "rollout.dtype", "model.dtype", ROLLOUT_TP)
+        reads = (*lengths, "rollout.dtype", "model.dtype", ROLLOUT_TP, ROLLOUT_PP)
         yield Fault("rollout.kv_cache_gib", rollout.kv_cache_gib, rule, f"{math.ceil(needed * 100) / 100}", reads)
     for token_id in rollout.stop_token_ids:
         if not 0 <= token_id < arch.vocab:

@@ -43,6 +43,14 @@ class Actor:
     ranks: Ranks = key("Ranks that train: `all` or a list such as [0, 1].", "all")
     tensor_parallel_size: int = key("Ranks that share each layer.", 1, minimum=1, known_as=("tp", "tp_size"))
     pipeline_parallel_size: int = key("Ranks that share the stack of layers.", 1, minimum=1, known_as=("pp", "pp_size"))
+    expert_parallel_size: int = key(
+        "Places over which the routed experts of a layer are spread, among the ranks of a pipeline stage.", 1,
+        minimum=1, known_as=("ep", "ep_size", "expert_model_parallel_size"),
+    )  # fmt: skip
+    expert_tensor_parallel_size: int | None = key(
+        "Ranks that share each routed expert; null: `tensor_parallel_size`.", None, minimum=1,
+        known_as=("etp", "etp_size"),
+    )  # fmt: skip
     sequence_parallel: bool = key("Shard norms and residuals over the tensor-parallel ranks along tokens.", False)
     order: str = key("Order of the grid's dimensions, the fastest varying first.", "tp-cp-ep-dp-pp")
     micro_batch_tokens: int = key(
@@ -118,7 +126,12 @@ class Rollout:
     """The vLLM replicas and how they sample."""
 
     ranks: Ranks = key("Ranks that sample: `all` or a list such as [0, 1].", "all")
-    tensor_parallel_size: int = key("Ranks of one vLLM replica.", 1, minimum=1, known_as=("tp", "tp_size"))
+    tensor_parallel_size: int = key(
+        "Ranks of one vLLM replica that share each layer.", 1, minimum=1, known_as=("tp", "tp_size")
+    )
+    pipeline_parallel_size: int = key("Ranks of one vLLM replica that share the stack of layers.", 1, minimum=1,
+                                      known_as=("pp", "pp_size"))  # fmt: skip
+    expert_parallel: bool = key("Give each rank of a vLLM replica whole experts instead of a part of each.", False)
     n: int = key("Responses to each prompt.", 8, minimum=1, known_as=("num_generations", "group_size"))
     temperature: float = key("Sampling temperature.", 1.0, above=0, maximum=2)
     top_p: float = key("Nucleus sampling; 1: off.", 1.0, above=0, maximum=1)
@@ -127,7 +140,12 @@ class Rollout:
     max_response_length: int = key("Most tokens of a response.", 512, minimum=1, known_as=("max_new_tokens",))
     stop_token_ids: tuple[int, ...] = key("Token ids that end a response, besides the model's own.", ())
     ignore_eos: bool = key("Let no token end a response: all have the greatest length. For benchmarks.", False)
-    dtype: DType | None = key("Number format of the rollout; null: `model.dtype`.", None)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = key(
+        "Number format of the rollout; null: `model.dtype`.", None
+    )
+    quantization: Literal["fp8"] | None = key(
+        "Number format that vLLM gives the weights of linear layers as it loads them; null: `rollout.dtype`.", None
+    )
     deterministic: bool = key("Seed each sample by itself, so that samples do not depend on the layout; slower.", False)
     cuda_graphs: bool = key("Decode with CUDA graphs; without CUDA there are none.", True)
     sleep_level: int = key("What vLLM frees during training: 0 nothing, 1 weights to the host, 2 weights.", 2,

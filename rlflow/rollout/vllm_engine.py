@@ -1,4 +1,4 @@
-"""vLLM in the trainer's own processes, sampling in tensor-parallel replicas on all or some ranks of the job.
+"""vLLM in the trainer's own processes, sampling in model-parallel replicas on all or some ranks of the job.
 
 Every rank of the job builds a `VLLMRollout` and calls it alike; ranks outside `rollout.ranks` only send weights. What
 moves where is planned and carried out by megatron_bridge; when which call is allowed is `engine.Lifecycle`'s.
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_bridge import compat
 from megatron_bridge.families.architecture import Architecture
+from megatron_bridge.layouts import VLLMLayout
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.config.schema import Rollout
 from rlflow.parallel import device
@@ -51,7 +52,14 @@ class VLLMRollout:
     ) -> None:  # fmt: skip
         self._architecture, self._config, self._tokenizer, self._seed = architecture, config, tokenizer, seed
         self._rank = dist.get_rank()
-        self.replicas = Replicas(rollout_ranks(config.ranks, dist.get_world_size()), config.tensor_parallel_size)
+        self.replicas = Replicas(
+            rollout_ranks(config.ranks, dist.get_world_size()), config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+        )  # fmt: skip
+        layout = VLLMLayout(
+            architecture, config.tensor_parallel_size, self.replicas.ranks, config.pipeline_parallel_size,
+            config.expert_parallel,
+        )  # fmt: skip
         self.replica = self.replicas.replica_of(self._rank)
         on_gpu = device().type == "cuda"
         self._llm = None
@@ -63,8 +71,8 @@ class VLLMRollout:
                 )  # fmt: skip
         self._lifecycle = Lifecycle(self._llm, config.sleep_level if on_gpu else 0)
         self._weights = WeightReceiver(
-            architecture, self.replicas, self._llm, getattr(torch, config.dtype or dtype), bucket_bytes, prove,
-            checksum,
+            layout, self._llm, getattr(torch, config.dtype or dtype), bucket_bytes, startup_proof=prove,
+            quantized=config.quantization is not None, checksum=checksum,
         )  # fmt: skip
 
     @property
@@ -79,7 +87,12 @@ class VLLMRollout:
     @property
     def owns_samples(self) -> bool:
         """Whether this rank is the one of its replica that decodes and returns samples."""
-        return self.replicas.tensor_rank_of(self._rank) == 0
+        return self.replicas.place_of(self._rank) == 0
+
+    @property
+    def weights(self) -> WeightReceiver:
+        """How weights come in, with the proof of it."""
+        return self._weights
 
     @property
     def version(self) -> int:

@@ -57,7 +57,10 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
             stack.enter_context(compat.vllm_shared_memory(_common_name()))
         from vllm import LLM
 
-        return LLM(model=model_path, **options)
+        llm = LLM(model=model_path, **options)
+        if not on_gpu:
+            compat.start_vllm_cpu_stage(llm)
+        return llm
 
 
 def _common_name() -> str:
@@ -70,7 +73,12 @@ def _common_name() -> str:
 def engine_options(
     architecture: Architecture, config: Rollout, *, dtype: str, timeout_seconds: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """The arguments of `LLM`: nothing is left to vLLM that depends on what else lives in the process."""
+    """The arguments of `LLM`: nothing is left to vLLM that depends on what else lives in the process.
+
+    UserError for a quantization that the device lacks.
+    """
+    if config.quantization is not None and not on_gpu:
+        raise UserError("rollout.quantization", f"{config.quantization} needs a GPU: set it to null on a CPU")
     length = config.max_prompt_length + config.max_response_length
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -79,6 +87,9 @@ def engine_options(
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "enable_expert_parallel": config.expert_parallel,
+        "quantization": config.quantization,
         "distributed_executor_backend": "external_launcher",
         "distributed_timeout_seconds": timeout_seconds,
         "cpu_distributed_timeout_seconds": timeout_seconds,
@@ -91,7 +102,9 @@ def engine_options(
         "enforce_eager": not (on_gpu and config.cuda_graphs),
     }
     if not on_gpu:
-        return options | {"block_size": BLOCK_TOKENS}
+        # Of its latent attentions the one for CPUs with matrix tiles packs weights away.
+        latent = {"attention_backend": "CPU_MLA"} if architecture.latent is not None else {}
+        return options | {"block_size": BLOCK_TOKENS} | latent
     if config.cuda_graphs:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     # The cache's size is given; all that is left of the utilization is a check against the memory free at start.
@@ -105,7 +118,11 @@ def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
     """
     blocks = -(-(config.max_prompt_length + config.max_response_length) // BLOCK_TOKENS) + 1
     heads = max(1, architecture.kv_heads // config.tensor_parallel_size)
-    token = 2 * architecture.layers * heads * architecture.head_dim * getattr(torch, dtype).itemsize
+    layers = architecture.layers // config.pipeline_parallel_size
+    channels = 2 * heads * architecture.head_dim
+    if (latent := architecture.latent) is not None:
+        channels = latent.kv_rank + latent.rope  # of all heads, on every rank
+    token = layers * channels * getattr(torch, dtype).itemsize
     sequence = blocks * BLOCK_TOKENS * token
     if config.kv_cache_gib * GIB < sequence:
         message = f"{config.kv_cache_gib} GiB hold no sequence of full length, which takes {sequence / GIB:.3g} GiB"

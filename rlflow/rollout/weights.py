@@ -1,85 +1,114 @@
 """The receiving side of a weight sync: from any layout into vLLM's parameters, by megatron_bridge.
 
-At start it is proven that writing in place gives what vLLM's loader gives; where it does not, weights go through that
-loader, whole tensors of one unit at a time. When weights may be written is left to `engine.Lifecycle`.
+At start it is proven that writing in place gives what vLLM's loader gives; where it does not, or vLLM is to quantise
+what it loads, weights go through that loader, a bounded number of whole tensors at a time. When weights may be written
+is left to `engine.Lifecycle`.
 """
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import astuple
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_bridge import compat
-from megatron_bridge.bind_vllm import bind, require_complete
+from megatron_bridge.agreement import gather_faults
+from megatron_bridge.bind_vllm import bind, missing_parts, unfilled
 from megatron_bridge.checkpoints import open_source
+from megatron_bridge.errors import SyncError, UserError
 from megatron_bridge.execute import Traffic, Transfer, connect
-from megatron_bridge.families.architecture import Architecture
-from megatron_bridge.layouts import HFLayout, Layout, VLLMLayout
-from megatron_bridge.layouts.part import one_unit
-from megatron_bridge.proof import startup_proof
+from megatron_bridge.groups import or_default
+from megatron_bridge.layouts import Layout, VLLMLayout
+from megatron_bridge.layouts.layout import FLOAT32_KINDS
+from megatron_bridge.layouts.loader import LoaderLayout, portions
+from megatron_bridge.proof import Proof, prove
 from rlflow.parallel import device
-from rlflow.rollout.world import Replicas
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 logger = logging.getLogger(__name__)
 
+FAULTS_SHOWN = 8
+
 
 class WeightReceiver:
     """Holds vLLM's live parameters on rollout ranks, and nothing on the others. All methods are collective.
 
     Args:
-        architecture: the model's record.
-        replicas: where vLLM runs.
+        layout: what vLLM holds, and where it runs.
         llm: this rank's engine, None outside the rollout.
         dtype: vLLM's, in which weights travel.
         bucket_bytes: most bytes that a rank receives in one round.
-        prove: run the start-up proof; without it writing in place is taken to be right.
+        startup_proof: prove that weights may be written in place; without it that is taken to be so.
+        quantized: vLLM quantises what it loads, so that all goes through its loader.
         checksum: compare what arrives with what was sent.
     """
 
     def __init__(
-        self, architecture: Architecture, replicas: Replicas, llm: "LLM | None", dtype: torch.dtype, bucket_bytes: int,
-        prove: bool, checksum: bool = False,
+        self, layout: VLLMLayout, llm: "LLM | None", dtype: torch.dtype, bucket_bytes: int, *,
+        startup_proof: bool, quantized: bool = False, checksum: bool = False,
     ) -> None:  # fmt: skip
         self._rank, self._llm, self._dtype, self._bucket_bytes = dist.get_rank(), llm, dtype, bucket_bytes
         self._checksum = checksum
         self._ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        self.layout = VLLMLayout(architecture, replicas.tensor_parallel_size, replicas.ranks)
-        self._tensors = bind(llm, self.layout, self._rank) if llm is not None else {}
+        self.layout, self._wanted = layout, LoaderLayout(layout)
+        self._portions = portions(layout.arch, max(1, bucket_bytes // dtype.itemsize))
+        self._tensors = bind(llm, layout, self._rank) if llm is not None and not quantized else {}
         self._last: tuple[Layout, dict[str, int], Transfer] | None = None
-        self.in_place = not prove or self._proven()
+        self.proofs: list[Proof | None] = self._prove() if startup_proof and not quantized else []
+        self.in_place = not quantized and not any(proof is not None and proof.different for proof in self.proofs)
+        if self._rank == layout.ranks[0]:
+            logger.log(logging.INFO if self.in_place or quantized else logging.WARNING, self._decision(quantized))
 
-    def _proven(self) -> bool:
-        """Whether every rollout rank may write in place. All ranks learn it, because the sync is collective."""
-        different = startup_proof(self._llm, self.layout, self._tensors, self._rank) if self._llm is not None else []
-        failed = torch.tensor([len(different)], device=device())
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if different:
-            logger.warning("weights go through vLLM's loader: written in place, %s differ", ", ".join(different[:4]))
-        if not failed.item():
-            logger.info("start-up proof passed: weights written in place equal those of vLLM's loader, bit for bit")
-        return not failed.item()
+    def _prove(self) -> list[Proof | None]:
+        """The proof of each rank, None outside the rollout. All ranks learn all, because a sync is collective."""
+        mine = prove(self._llm, self.layout, self._tensors, self._rank) if self._llm is not None else None
+        proofs: list[Proof | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(proofs, mine)
+        return proofs
+
+    def _decision(self, quantized: bool) -> str:
+        """How weights are written from now on, and why."""
+        if quantized:
+            return "weights go through vLLM's loader, which quantises them"
+        proofs = [proof for proof in self.proofs if proof is not None]
+        if not proofs:
+            return "weights are written in place, without a proof that this is right (bridge.startup_proof)"
+        if different := sorted({name for proof in proofs for name in proof.different}):
+            return f"weights go through vLLM's loader: written in place, {_some(different)} would differ"
+        compared, size = sum(proof.tensors for proof in proofs), sum(proof.bytes for proof in proofs)
+        return (
+            f"start-up proof passed: {compared} tensors, {size / 1e6:,.1f} MB, written in place equal those of vLLM's "
+            "loader, bit for bit"
+        )
 
     def receive(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Write the weights that the ranks hold as `tensors` in `layout` into vLLM; returns the bytes moved.
 
-        UserError where tensors are missing, before anything is written here; SyncError where not all arrived.
+        Returns when all ranks have theirs. UserError where tensors are missing, before anything is written anywhere;
+        SyncError on the other ranks then, and where not all arrived.
         """
-        require_complete(layout, self._rank, tensors, self.layout)
+        self._require_none(missing_parts(layout, self._rank, tensors, self.layout))
         traffic = self._write(layout, tensors) if self.in_place else self._load(layout, tensors)
-        if self._llm is not None and device().type == "cpu":
-            compat.pack_vllm_cpu_weights(self._llm)
+        if self._llm is not None and (self.in_place or device().type == "cpu"):
+            compat.renew_vllm_derived(self._llm)
+        self._require_none([])
         return traffic
 
     def read(self, path: str) -> Traffic:
         """Write the weights of a model's folder, of which every rank reads its own part."""
         return self.receive(*open_source(path, self.layout.arch, range(dist.get_world_size())))
+
+    def _require_none(self, faults: Sequence[str]) -> None:
+        """Raise on all ranks if one has faults: none may go on with an engine of which another part is old."""
+        elsewhere = gather_faults(or_default(None), len(faults))
+        if faults:
+            raise UserError(f"weights of rank {self._rank}", _some(faults))
+        if elsewhere:
+            raise SyncError(f"ranks {elsewhere} could not send or take their weights")
 
     def _write(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Send everything straight into vLLM's parameters."""
@@ -104,24 +133,43 @@ class WeightReceiver:
         )  # fmt: skip
 
     def _load(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
-        """Send everything through vLLM's loader."""
-        whole = HFLayout(self.layout.arch, self.layout.ranks)
-        moved = [self._load_unit(layout, whole, unit.canonical, tensors) for unit in whole.all_units]
-        return Traffic(*(sum(column) for column in zip(*map(astuple, moved), strict=True)))
+        """Send everything through vLLM's loader, which takes each tensor when it has arrived."""
+        moved: list[Traffic] = []
+        arriving = self._arriving(layout, tensors, moved)
+        loaded = compat.vllm_load(self._llm, arriving) if self._llm is not None else None
+        for _ in arriving:  # the other ranks' loaders may wait for what this one's did not ask for
+            pass
+        self._require_none([] if loaded is None else unfilled(self.layout, self._rank, loaded))
+        return sum(moved, start=Traffic(0, 0, 0, 0))
 
-    def _load_unit(self, layout: Layout, whole: HFLayout, unit: str, tensors: Mapping[str, torch.Tensor]) -> Traffic:
-        """Bring a unit's whole tensors to every rollout rank and give them to vLLM's loader."""
-        source, target = one_unit(layout, unit), one_unit(whole, unit)
-        held = {name: tensors[name] for name in source.parameters(self._rank)}
-        filled = {
-            name: torch.empty(param.shape, dtype=self._dtype, device=device())
-            for name, param in target.parameters(self._rank).items()
+    def _arriving(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], moved: list[Traffic]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole tensors that this rank's loader needs, portion by portion, which all ranks exchange together."""
+        for portion in self._portions:
+            source, target = portion.of(layout), portion.of(self._wanted)
+            held = {name: tensors[name] for name in source.parameters(self._rank)}
+            filled = self._empty(target)
+            transfer = self._connect(source, target, held, filled)
+            moved.append(transfer.run())
+            transfer.release()
+            yield from filled.items()
+
+    def _empty(self, layout: Layout) -> dict[str, torch.Tensor]:
+        """Room for what a layout has on this rank."""
+        return {
+            unit.prefix + param.name: torch.empty(
+                param.shape, dtype=torch.float32 if unit.kind in FLOAT32_KINDS else self._dtype, device=device()
+            )
+            for unit in layout.units(self._rank)
+            for param in layout.params(unit.kind, layout.shard(self._rank, unit.kind))
         }
-        traffic = self._connect(source, target, held, filled).run()
-        if self._llm is not None:
-            compat.vllm_load(self._llm, filled.items())
-        return traffic
 
     def release(self) -> None:
         """Forget vLLM's parameters, whose engine is about to end."""
         self._llm, self._tensors, self._last = None, {}, None
+
+
+def _some(faults: Sequence[str]) -> str:
+    more = len(faults) - FAULTS_SHOWN
+    return "; ".join(faults[:FAULTS_SHOWN]) + (f"; and {more} more" if more > 0 else "")

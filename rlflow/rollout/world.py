@@ -19,26 +19,36 @@ from rlflow.errors import UserError
 
 @dataclass(frozen=True)
 class Replicas:
-    """The rollout ranks in order, cut into replicas of `tensor_parallel_size` neighbours."""
+    """The rollout ranks in order, cut into replicas of tensor × pipeline parallel neighbours, tensor fastest."""
 
     ranks: tuple[int, ...]
     tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.ranks) % self.tensor_parallel_size:
-            message = f"{self.tensor_parallel_size} does not divide the {len(self.ranks)} rollout ranks"
+        if len(self.ranks) % self.size:
+            sizes = f"{self.tensor_parallel_size}"
+            if self.pipeline_parallel_size > 1:
+                sizes += f" × rollout.pipeline_parallel_size = {self.pipeline_parallel_size}"
+            message = f"{sizes} does not divide the {len(self.ranks)} rollout ranks"
             raise UserError("rollout.tensor_parallel_size", message)
 
     @property
+    def size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def count(self) -> int:
-        return len(self.ranks) // self.tensor_parallel_size
+        return len(self.ranks) // self.size
 
     def replica_of(self, rank: int) -> int | None:
         """The replica that a rank of the job belongs to, None outside the rollout."""
-        return self.ranks.index(rank) // self.tensor_parallel_size if rank in self.ranks else None
+        return self.ranks.index(rank) // self.size if rank in self.ranks else None
 
-    def tensor_rank_of(self, rank: int) -> int | None:
-        return self.ranks.index(rank) % self.tensor_parallel_size if rank in self.ranks else None
+    def place_of(self, rank: int) -> int | None:
+        """A rank's number in its replica, None outside the rollout."""
+        return self.ranks.index(rank) % self.size if rank in self.ranks else None
 
 
 def rollout_ranks(ranks: str | Sequence[int], world_size: int) -> tuple[int, ...]:

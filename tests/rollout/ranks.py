@@ -17,7 +17,7 @@ from megatron_bridge.errors import UserError
 from megatron_bridge.families import load_architecture
 from megatron_bridge.files import open_hf
 from megatron_bridge.layouts import HFLayout, VLLMLayout
-from megatron_bridge.proof import startup_proof
+from megatron_bridge.proof import prove
 from rlflow import parallel
 from rlflow.batch.batch import Batch
 from rlflow.batch.sample import Prompt, Sample
@@ -191,7 +191,7 @@ def _update(seen: Alone, rollout: VLLMRollout, folder: Path) -> None:
 
 def _prove_wrong(seen: Alone, rollout: VLLMRollout) -> None:
     held = rollout._weights
-    seen.wrong_layout = startup_proof(rollout._llm, SwappedGateUp(held.layout.arch, 1, (0,)), held._tensors, 0)
+    seen.wrong_layout = list(prove(rollout._llm, SwappedGateUp(held.layout.arch, 1, (0,)), held._tensors, 0).different)
 
 
 def sampled(folder: Path, tensor: int, ranks: Any, deterministic: bool) -> list[Keys]:

@@ -1,0 +1,110 @@
+"""What an engine's own loader wants: whole Hugging Face tensors, in portions of bounded size.
+
+A rank gets the tensors of which its engine holds any part there, so under expert or pipeline parallelism not all.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from megatron_bridge.boxes import Box, Param, Piece, meet
+from megatron_bridge.families import Architecture
+from megatron_bridge.layouts.hf import HFLayout
+from megatron_bridge.layouts.layout import Layout, Unit
+from megatron_bridge.layouts.part import Part
+
+
+@dataclass(frozen=True)
+class LoaderLayout(Layout):
+    """The Hugging Face tensors that the loaders of an engine's ranks need, each whole."""
+
+    engine: Layout
+
+    @property
+    def arch(self) -> Architecture:  # type: ignore[override]
+        return self.engine.arch
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.engine.ranks
+
+    def shard(self, rank: int, kind: str) -> Hashable:
+        return self.engine.shard(rank, kind) if kind == "experts" else 0
+
+    def units(self, rank: int) -> tuple[Unit, ...]:
+        held = {unit.canonical for unit in self.engine.units(rank)}
+        return tuple(unit for unit in HFLayout(self.arch, (rank,)).all_units if unit.canonical in held)
+
+    def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
+        tensors = HFLayout(self.arch, self.ranks).params(kind, 0)
+        if kind != "experts":
+            return tensors
+        held = [(piece.name, piece.box) for param in self.engine.params(kind, shard) for piece in param.pieces]
+        return tuple(tensor for tensor in tensors if _within(tensor, held))
+
+
+@dataclass(frozen=True)
+class SomeBoxes(Part):
+    """What `base` holds of these boxes of a unit's tensors: parameters that hold nothing of them are left out."""
+
+    boxes: tuple[tuple[str, Box], ...] = ()
+
+    def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
+        cut = (param._replace(pieces=tuple(self._cut(param))) for param in self.base.params(kind, shard))
+        return tuple(param for param in cut if param.pieces)
+
+    def _cut(self, param: Param) -> Iterator[Piece]:
+        for piece in param.pieces:
+            for name, box in self.boxes:
+                if name == piece.name and (both := meet(piece.box, box)) is not None:
+                    yield Piece(name, both, piece.at(both), piece.strides)
+
+
+class Portion(NamedTuple):
+    """What is sent together: some units, or of a single large one some boxes."""
+
+    units: frozenset[str]
+    boxes: tuple[tuple[str, Box], ...] = ()
+
+    def of(self, layout: Layout) -> Layout:
+        """What a layout holds of this portion."""
+        return SomeBoxes(layout, self.units, self.boxes) if self.boxes else Part(layout, self.units)
+
+
+def portions(arch: Architecture, limit: int) -> list[Portion]:
+    """A model in the order of its forward pass, at most `limit` elements at a time or a single tensor (one expert's).
+
+    Units go together as long as they fit; one that does not is cut into runs of its tensors.
+    """
+    found: list[Portion] = []
+    units, filled = frozenset[str](), 0
+    layout = HFLayout(arch, (0,))
+    for unit in layout.all_units:
+        params = layout.params(unit.kind, 0)
+        size = sum(prod(param.shape) for param in params)
+        if filled and filled + size > limit:
+            found.append(Portion(units))
+            units, filled = frozenset(), 0
+        if size > limit:
+            found += (Portion(frozenset({unit.canonical}), boxes) for boxes in _runs(params, limit))
+        else:
+            units, filled = units | {unit.canonical}, filled + size
+    return [*found, Portion(units)] if units else found
+
+
+def _runs(params: tuple[Param, ...], limit: int) -> Iterator[tuple[tuple[str, Box], ...]]:
+    run: list[tuple[str, Box]] = []
+    filled = 0
+    for param in params:
+        size = prod(param.shape)
+        if run and filled + size > limit:
+            yield tuple(run)
+            run, filled = [], 0
+        run += [(piece.name, piece.box) for piece in param.pieces]
+        filled += size
+    yield tuple(run)
+
+
+def _within(tensor: Param, held: list[tuple[str, Box]]) -> bool:
+    return any(name == piece.name and meet(piece.box, box) for piece in tensor.pieces for name, box in held)
