@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_bridge.checkpoints import load_hf
+from megatron_bridge.checkpoints import load_hf, open_weights
 from megatron_bridge.distcp import TRACKER
 from megatron_bridge.distcp_writer import ITERATION
 from megatron_bridge.families import Architecture, load_architecture
@@ -131,3 +131,37 @@ def test_a_step_of_the_trainer_is_read(world: Callable[..., Any], tmp_path: Path
     model = tiny_model("qwen2")
     world(2, _train_and_save, model, tmp_path)
     assert same(read(tmp_path / "step_000001", load_architecture(model)), open_hf(tmp_path / "exported"))
+
+
+EVERY_FAMILY = [
+    ("qwen3", True), ("qwen3_moe", False), ("mixtral", False), ("gemma3_text", True), ("glm4", False), ("glm", True),
+    ("deepseek_v3", False),
+]  # fmt: skip
+
+
+def _save_policies(models: list[Path], root: Path) -> None:
+    """The policy model of each folder, as the trainer builds it, on two pipeline stages."""
+    from megatron_bridge.families import load_architecture
+    from rlflow import parallel
+    from rlflow.roles import Engine
+
+    from megatron.core import dist_checkpointing  # isort: skip
+
+    parallel.initialize(60, 0)
+    grid = parallel.Grid(pipeline=2)
+    for model in models:
+        engine = Engine(load_architecture(model), grid, dtype=torch.float32, micro_batch_tokens=64)
+        engine.load_hf(model)
+        (root / model.name).mkdir(exist_ok=True)
+        dist.barrier()
+        with parallel.active(grid):
+            state = {"model": engine.model.sharded_state_dict(metadata={"dp_cp_group": grid.groups.dp_cp})}
+            dist_checkpointing.save(state, str(root / model.name))
+
+
+def test_every_familys_model_is_read(world: Callable[..., Any], tmp_path: Path, tiny_model: Any) -> None:
+    models = [tiny_model(family, tied=tied) for family, tied in EVERY_FAMILY]
+    world(2, _save_policies, models, tmp_path)
+    for model in models:
+        arch = load_architecture(model)
+        assert same(read(tmp_path / model.name, arch), dict(open_weights(model, arch))), model.name
