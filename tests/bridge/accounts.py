@@ -1,6 +1,6 @@
 """What Megatron and vLLM hold, by chunk and cat of whole Hugging Face tensors: it shares no code with layouts.
 
-Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral; parameters are named without Transformer Engine.
+Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, Gemma-3 and GLM; parameters are named without Transformer Engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +14,16 @@ from megatron_bridge.families import Architecture
 
 Part = tuple[int, int]  # one of so many equal parts: (how many, which)
 WHOLE = (1, 0)
+
+NORMS = ["input_layernorm", "pre_mlp_layernorm"]  # Megatron's, and behind attention and feed-forward part:
+NORMS_BEHIND = ["self_attention.linear_proj.post_layernorm", "mlp.linear_fc2.post_layernorm"]
+USUAL = ["input_layernorm", "post_attention_layernorm"]
+FOUR_NORMS = {
+    "gemma3_text": [
+        "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+    ],
+    "glm4": [*USUAL, "post_self_attn_layernorm", "post_mlp_layernorm"],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,14 @@ def experts_of(checkpoint: Mapping[str, Tensor], layer: str, part: Part) -> Iter
         yield [held[f"{prefix}{number}.{name}.weight"] for name in names]
 
 
+def dense(checkpoint: Mapping[str, Tensor], layer: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down projection, of which GLM keeps the first two in one tensor."""
+    both, down = f"{layer}mlp.gate_up_proj.weight", checkpoint[f"{layer}mlp.down_proj.weight"]
+    if both in checkpoint:
+        return (*checkpoint[both].chunk(2), down)
+    return checkpoint[f"{layer}mlp.gate_proj.weight"], checkpoint[f"{layer}mlp.up_proj.weight"], down
+
+
 def megatron(checkpoint: Mapping[str, Tensor], arch: Architecture, place: Place, prefix: str = "") -> dict[str, Tensor]:
     """Parameters of a GPTModel of the local spec."""
     found: dict[str, Tensor] = {}
@@ -72,8 +90,8 @@ def megatron(checkpoint: Mapping[str, Tensor], arch: Architecture, place: Place,
 def _megatron_layer(
     checkpoint: Mapping[str, Tensor], arch: Architecture, layer: str, place: Place
 ) -> Iterator[tuple[str, Tensor]]:
-    yield "input_layernorm.weight", checkpoint[f"{layer}input_layernorm.weight"]
-    yield "pre_mlp_layernorm.weight", checkpoint[f"{layer}post_attention_layernorm.weight"]
+    for megatron_norm, norm in zip(NORMS + NORMS_BEHIND, FOUR_NORMS.get(arch.family, USUAL), strict=False):
+        yield f"{megatron_norm}.weight", checkpoint[f"{layer}{norm}.weight"]
     for suffix in ("weight", "bias"):
         if f"{layer}self_attn.q_proj.{suffix}" in checkpoint:
             parts = [checkpoint[f"{layer}self_attn.{x}_proj.{suffix}"].chunk(arch.kv_heads) for x in "qkv"]
@@ -83,8 +101,8 @@ def _megatron_layer(
         if f"{layer}self_attn.{x}_norm.weight" in checkpoint:
             yield f"self_attention.{x}_layernorm.weight", checkpoint[f"{layer}self_attn.{x}_norm.weight"]
     yield "self_attention.linear_proj.weight", columns(checkpoint[f"{layer}self_attn.o_proj.weight"], place.tensor)
-    if f"{layer}mlp.gate_proj.weight" in checkpoint:
-        gate, up, down = (checkpoint[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
+    if f"{layer}mlp.down_proj.weight" in checkpoint:
+        gate, up, down = dense(checkpoint, layer)
         yield "mlp.linear_fc1.weight", torch.cat([rows(gate, place.tensor), rows(up, place.tensor)])
         yield "mlp.linear_fc2.weight", columns(down, place.tensor)
         return
@@ -123,8 +141,8 @@ def _vllm_layer(checkpoint: Mapping[str, Tensor], arch: Architecture, layer: str
             q, k, v = (checkpoint[f"{layer}self_attn.{x}_proj.{suffix}"] for x in "qkv")
             yield f"self_attn.qkv_proj.{suffix}", torch.cat([rows(q, place.tensor), rows(k, kv), rows(v, kv)])
     yield "self_attn.o_proj.weight", columns(checkpoint[f"{layer}self_attn.o_proj.weight"], place.tensor)
-    if f"{layer}mlp.gate_proj.weight" in checkpoint:
-        gate, up, down = (checkpoint[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up", "down"))
+    if f"{layer}mlp.down_proj.weight" in checkpoint:
+        gate, up, down = dense(checkpoint, layer)
         yield "mlp.gate_up_proj.weight", torch.cat([rows(gate, place.tensor), rows(up, place.tensor)])
         yield "mlp.down_proj.weight", columns(down, place.tensor)
         return

@@ -93,11 +93,14 @@ QWEN2, QWEN3, WIDE = (
 DEEP_TIED, DEEP = toy(num_hidden_layers=4, tie_word_embeddings=True), toy(num_hidden_layers=8)
 EXPERTS = toy_experts()
 MIXTRAL = toy(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2, vocab_size=64)
+GEMMA, GLM4 = toy(model_type="gemma3_text", tie_word_embeddings=True), toy(model_type="glm4", head_dim=4)
 ONE_KV_HEAD = toy(num_key_value_heads=1, model_type="qwen2")
 
 CASES = [
     Case("biases", QWEN2, tensor_parts(2, layers=range(2), vocab_rows=64), {"tensor": 2}),
     Case("q and k norms, tied", QWEN3, tensor_parts(2, layers=range(2), vocab_rows=64), {"tensor": 2}),
+    Case("Gemma-3's norms", GEMMA, tensor_parts(2, layers=range(2), vocab_rows=64), {"tensor": 2}),
+    Case("GLM-4's norms and fused gate", GLM4, tensor_parts(2, layers=range(2), vocab_rows=64), {"tensor": 2}),
     Case(
         "uneven PP", WIDE,
         [[Place([0], last=False, vocab_rows=64)], [Place([1, 2], False, False)], [Place([3, 4], False, vocab_rows=64)]],
