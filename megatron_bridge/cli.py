@@ -5,12 +5,16 @@ difference that was found and 2 for what the user can mend, of which one line is
 """
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from megatron_bridge.errors import UserError
+
+SECONDS_FOR_RANK_0 = 10.0
 
 
 class Command(NamedTuple):
@@ -24,6 +28,8 @@ COMMANDS = {
     "import": Command("megatron_bridge.conversion.import_hf", "Hugging Face folder to Megatron checkpoint"),
     "export": Command("megatron_bridge.conversion.export_megatron", "Megatron checkpoint to Hugging Face folder"),
     "reshard": Command("megatron_bridge.conversion.reshard", "any model folder to another of any kind"),
+    "verify": Command("megatron_bridge.conversion.verify", "compare two model folders tensor by tensor"),
+    "inspect": Command("megatron_bridge.conversion.inspect_folder", "say what a model folder holds"),
     "plan": Command("megatron_bridge.describe", "say what a sync between two layouts moves, without GPUs"),
 }
 
@@ -41,8 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = _parser(chosen).parse_args(words)
         return int(args.run(args))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return _report(f"error: {error}", 2)
+    except BrokenPipeError:  # whoever read the output, such as `head`, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _report(f"error: {error.filename}: {error.strerror}", 2)
+    except KeyboardInterrupt:
+        return _report("interrupted: nothing was changed", 130)
+
+
+def _report(message: str, code: int) -> int:
+    """Say what went wrong, once: all ranks of torchrun are told of a failure, and it ends them when rank 0 is gone."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        time.sleep(SECONDS_FOR_RANK_0)
+    print(message if rank == "0" else f"rank {rank}: {message}", file=sys.stderr, flush=True)
+    return code
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

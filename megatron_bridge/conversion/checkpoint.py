@@ -54,6 +54,8 @@ def open_checkpoint(
     if kind not in (None, found):
         raise UserError(path, f"is {KINDS[found]}, where {KINDS[kind or found]} is expected")
     model = path if found == HUGGING_FACE else Path(config) if config is not None else find_model(path)
+    if model is None:
+        raise UserError(folder, f"has no {CONFIG}: give --hf DIR, a Hugging Face folder of the same model")
     arch = load_architecture(model)
     layout, tensors = open_source(path, arch, ranks)
     return Checkpoint(path, found, model, arch, names_of(model, arch), layout, tensors)
@@ -78,13 +80,11 @@ def _is_model(folder: Path) -> bool:
     return folder.is_dir() and ((folder / CONFIG).is_file() or is_torch_dist(folder))
 
 
-def find_model(folder: Path) -> Path:
-    """The folder with the config of a Megatron checkpoint: itself, or one that it lies in. UserError if there is none.
+def find_model(folder: Path) -> Path | None:
+    """The folder with the config of a Megatron checkpoint: itself, or one that it lies in, if there is one.
 
     An iteration's folder, or a trainer's step, has its config above.
     """
     inside = find_iteration(folder).resolve()
-    for place in (folder, inside, *inside.parents[:2]):
-        if (place / CONFIG).is_file():
-            return place
-    raise UserError(folder, f"has no {CONFIG}: give --hf DIR, a Hugging Face folder of the same model")
+    places = (folder, inside, *inside.parents[:2])
+    return next((place for place in places if (place / CONFIG).is_file()), None)

@@ -1,0 +1,191 @@
+"""Compare two model folders tensor by tensor, Hugging Face's or Megatron's on either side.
+
+    rlflow-convert verify Qwen3-8B Qwen3-8B-megatron
+
+Megatron's tensors are read as Hugging Face's files would hold them. The exit code is 0 if all are equal bit by bit (with
+--atol: up to that difference, whatever their dtypes), and 1 if not. With torchrun each process compares a share.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_bridge.checkpoints import dtypes_in, is_ignored, names_of
+from megatron_bridge.conversion.checkpoint import HUGGING_FACE, find_model, kind_of, open_checkpoint
+from megatron_bridge.conversion.memory import DEFAULT_MEMORY, mapped_budget
+from megatron_bridge.conversion.options import processes, size
+from megatron_bridge.conversion.progress import Progress
+from megatron_bridge.families import load_architecture
+from megatron_bridge.files import MappedTensors, Shapes, open_hf
+from megatron_bridge.fill import Filler
+from megatron_bridge.folders import together
+from megatron_bridge.layouts import HFLayout
+
+PART = 2**18  # elements that are compared at a time
+SHOWN = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `verify`."""
+    parser.add_argument("first", metavar="A", help="a model folder")
+    parser.add_argument("second", metavar="B", help="another")
+    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="differences up to it count as none")
+    parser.add_argument("--hf", metavar="DIR", help="a folder with config.json, for Megatron checkpoints without one")
+    parser.add_argument(
+        "--max-memory", type=size, default=DEFAULT_MEMORY, metavar="SIZE", help="what a process may take; default 2G"
+    )
+    parser.add_argument("--all", action="store_true", help="list equal tensors too")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print what differs and a summary; 1 if anything does."""
+    with processes() as (rank, ranks):
+        a, b = together(lambda: open_sides(args), None)
+        shared = [name for name in a.tensors if name in b.tensors]
+        mine = shared[rank :: len(ranks)]
+        total = sum(prod(a.tensors[name][0]) * a.tensors[name][1].itemsize for name in mine)
+        with Progress(total, "verify", quiet=args.quiet or rank > 0) as progress:
+            rows = together(lambda: [compare(name, a, b, progress) for name in mine], None)
+        rows = _gathered(rows, len(ranks))
+        rows += [Row(name, f"missing in {args.second}") for name in a.tensors if name not in b.tensors]
+        rows += [Row(name, f"extra in {args.second}") for name in b.tensors if name not in a.tensors]
+        bad = [row for row in rows if not row.passes(args.atol)]
+        if rank == 0:
+            print(report(rows, bad, args.all))
+    return 1 if bad else 0
+
+
+# ---------------------------------------------------------------- sides
+@dataclass(frozen=True)
+class Side:
+    """A folder's tensors under the names that both sides are compared by: shape and dtype, and how a part is read."""
+
+    tensors: Shapes
+    read: Callable[[str, int, Tensor], None]
+
+
+def open_sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """Both folders, compared by the names in the first of them that is Hugging Face's."""
+    folders = Path(args.first), Path(args.second)
+    hf = [folder for folder in folders if kind_of(folder) == HUGGING_FACE]
+    names = names_of(hf[0], load_architecture(hf[0])) if hf else None
+    mapped = mapped_budget(args.max_memory) // 2
+    first, second = (_open_side(folder, names, [args.hf, *hf], mapped) for folder in folders)
+    return first, second
+
+
+def _open_side(folder: Path, names: HFLayout | None, configs: Sequence[str | Path | None], mapped: int) -> Side:
+    """A side; of `configs` the first one given is for a Megatron checkpoint that has none."""
+    if kind_of(folder) == HUGGING_FACE:
+        own = names_of(folder, load_architecture(folder))
+        if names is None or (own.root, own.stacked) == (names.root, names.stacked):
+            held, wanted = open_hf(folder), own.parameters(0)
+            return _files_side(held.only(name for name in held if name in wanted or not is_ignored(name, own)), mapped)
+        config = None
+    else:
+        config = next((config for config in configs if config and find_model(folder) is None), None)
+    source = open_checkpoint(folder, config=config)
+    layout = replace(names or source.names, arch=source.arch)
+    filler = Filler(source.layout, source.tensors, layout, rank=0, mapped_bytes=mapped)
+    dtypes = dtypes_in(layout, source.layout, source.tensors)
+    return Side({name: (param.shape, dtypes[name]) for name, param in layout.parameters(0).items()}, filler.fill)
+
+
+def _files_side(tensors: MappedTensors, mapped: int) -> Side:
+    """A side that is read as it is, whatever it lacks or has besides."""
+    read = 0
+
+    def fill(name: str, begin: int, out: Tensor) -> None:
+        nonlocal read
+        out.copy_(tensors[name].view(-1)[begin : begin + len(out)])
+        read += out.nbytes
+        if read > mapped:
+            tensors.release()
+            read = 0
+
+    return Side({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, fill)
+
+
+# ---------------------------------------------------------------- comparison
+class Row(NamedTuple):
+    """What is said of one tensor: a fault that no tolerance mends, another dtype, and the largest difference."""
+
+    name: str
+    fault: str = ""
+    dtypes: str = ""
+    elements: int = 0
+    difference: float = 0.0
+
+    def passes(self, atol: float) -> bool:
+        """Whether the two sides count as equal."""
+        return not self.fault and self.difference <= atol and not (self.dtypes and atol == 0)
+
+
+def compare(name: str, a: Side, b: Side, progress: Callable[[int], None]) -> Row:
+    """Two tensors of one name. A NaN equals a NaN, and is infinitely far from anything else."""
+    (shape, dtype), (other_shape, other) = a.tensors[name], b.tensors[name]
+    if shape != other_shape:
+        return Row(name, f"shapes {list(shape)} and {list(other_shape)}")
+    differing, largest, elements = 0, 0.0, prod(shape)
+    for begin in range(0, elements, PART):
+        count = min(PART, elements - begin)
+        first, second = torch.empty(count, dtype=dtype), torch.empty(count, dtype=other)
+        a.read(name, begin, first)
+        b.read(name, begin, second)
+        progress(first.nbytes)
+        if dtype == other and torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
+            continue
+        differences = _differences(first.double(), second.double())
+        differing += int(torch.count_nonzero(differences))
+        largest = max(largest, float(differences.max()))
+    return Row(name, "", "" if dtype == other else f"{_named(dtype)} and {_named(other)}", differing, largest)
+
+
+def _differences(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=inf))
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gathered(rows: list[Row], processes: int) -> list[Row]:
+    """The rows of all processes."""
+    if processes == 1:
+        return rows
+    found: list[list[Row]] = [[] for _ in range(processes)]
+    dist.all_gather_object(found, rows)
+    return [row for part in found for row in part]
+
+
+def report(rows: Sequence[Row], bad: Sequence[Row], every: bool) -> str:
+    """A line for each row that differs, or every one, and a summary."""
+    shown = list(rows if every else bad[:SHOWN])
+    width = max((len(row.name) for row in shown), default=0)
+    lines = [f"{row.name:<{width}}  {_said(row)}" for row in shown]
+    if not every and len(bad) > SHOWN:
+        lines.append(f"… and {len(bad) - SHOWN} more; --all lists them")
+    largest = max((row.difference for row in rows), default=0.0)
+    faults = sum(bool(row.fault) for row in rows)
+    lines.append(
+        f"{len(rows)} tensors: {len(rows) - len(bad)} equal, {len(bad)} not "
+        f"({faults} missing, extra or of another shape), largest difference {largest:.3g}"
+    )
+    return "\n".join(lines)
+
+
+def _said(row: Row) -> str:
+    if row.fault:
+        return row.fault
+    said = [row.dtypes] if row.dtypes else []
+    if row.elements:
+        said.append(f"{row.elements:,} elements differ, at most by {row.difference:.3g}")
+    return ", ".join(said) or "equal"
