@@ -2,7 +2,8 @@
 
 `glm4` are the models of 2025 (GLM-4-0414); `glm`, those of 2024, have no norms behind. The projections of queries, keys
 and values have a bias where the config says so, which makes a kind of layer of its own. Megatron's names for the norms
-behind are Gemma-3's.
+behind are Gemma-3's. vLLM runs `glm` as one of its generic models, which cut the fused projection straight through: it
+takes weights through its loader under tensor parallelism.
 """
 
 from collections.abc import Mapping
