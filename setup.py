@@ -24,6 +24,7 @@ CORE = [
     "rich",
     "safetensors",
     "tensorboard",
+    "tqdm",
     "transformers>=5.16,<6",
 ]
 EXTRAS = {
@@ -45,5 +46,5 @@ setup(
     packages=find_packages(include=["rlflow*", "megatron_bridge*"]),
     install_requires=CORE,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["rlflow=rlflow.cli:main"]},
+    entry_points={"console_scripts": ["rlflow=rlflow.cli:main", "rlflow-convert=megatron_bridge.cli:main"]},
 )

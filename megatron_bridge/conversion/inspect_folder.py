@@ -135,7 +135,5 @@ def table(found: dict[str, Any]) -> str:
 
 def _spanned(pattern: str, numbers: list[list[int]]) -> str:
     """A name whose numbers are said as the range that they span."""
-    spans = [
-        f"{{{min(column)}…{max(column)}}}" if min(column) < max(column) else str(column[0]) for column in zip(*numbers)
-    ]
-    return pattern.format(*spans)
+    ends = [(min(column), max(column)) for column in zip(*numbers, strict=True)]
+    return pattern.format(*(f"{{{first}…{last}}}" if first < last else first for first, last in ends))

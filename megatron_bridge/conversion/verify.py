@@ -2,8 +2,8 @@
 
     rlflow-convert verify Qwen3-8B Qwen3-8B-megatron
 
-Megatron's tensors are read as Hugging Face's files would hold them. The exit code is 0 if all are equal bit by bit (with
---atol: up to that difference, whatever their dtypes), and 1 if not. With torchrun each process compares a share.
+Megatron's tensors are read as Hugging Face's files would hold them. The exit code is 0 if all are equal bit by bit, or
+with --atol up to that difference and whatever their dtypes, and else 1. With torchrun each process compares a share.
 """
 
 import argparse
