@@ -119,6 +119,11 @@ class Architecture:
         """Whether a layer (from 0) has routed experts."""
         return self.layer_kinds[layer].startswith("moe")
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer's feed-forward part is of the usual kind."""
+        return not all(map(self.has_experts, range(self.layers)))
+
     def size(self, axis: str) -> int:
         """Length of an axis by the name that family declarations use (`hidden`, `queries`, …)."""
         return self._sizes[axis] if axis in self._sizes else getattr(self, axis)

@@ -43,7 +43,7 @@ def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
 def model_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
     """Parallel sizes that cut the model unevenly."""
     actor_tp, rollout_tp = config.actor.tensor_parallel_size, config.rollout.tensor_parallel_size
-    ffn = arch.ffn if "layer" in arch.layer_kinds else 0  # experts have rules of their own
+    ffn = arch.ffn if arch.has_dense_layers else 0  # experts have rules of their own
     counts = {"attention heads": arch.heads, "feed-forward channels": ffn}
     even = [size for size in _divisors(arch.heads) if ffn % size == 0]
     sharing = [size for size in even if arch.kv_heads % size == 0 or size % arch.kv_heads == 0]

@@ -130,7 +130,7 @@ def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recom
     if arch.kv_heads % grid.tp and grid.tp % arch.kv_heads:
         message = f"{grid.tp} neither divides the {arch.kv_heads} key/value heads of the model nor is divided by them"
         raise UserError("tensor_parallel_size", message)
-    if "layer" in arch.layer_kinds and arch.ffn % grid.tp:
+    if arch.has_dense_layers and arch.ffn % grid.tp:
         raise UserError("tensor_parallel_size", f"{grid.tp} does not divide the intermediate size {arch.ffn}")
     if stages is None and arch.layers % grid.pp:
         raise UserError(

@@ -62,6 +62,7 @@ def test_glms_bias_is_what_its_config_says() -> None:
         assert ("model.layers.0.self_attn.k_proj.bias" in names) == arch.qkv_bias == biased
         assert (LAYER + "self_attention.linear_qkv.bias" in MegatronLayout(arch).parameters(0)) == biased
         assert "model.layers.0.self_attn.o_proj.bias" not in names
+        assert arch.has_dense_layers
     assert glm().qkv_bias  # what transformers takes where the config is silent
 
 
