@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {  # layer 0 is dense; vLLM on a CPU knows latents of 512 + 64 only
         "num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 512,
         "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
-        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+        "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "topk_method": "noaux_tc",
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128,
@@ -100,7 +100,7 @@ def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch
         model.to(dtype)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # float32 in every model
-                buffer.data = torch.empty_like(buffer, dtype=torch.float32).normal_(0.0, 0.3, generator=generator)
+                buffer.data = torch.empty_like(buffer, dtype=torch.float32).normal_(0.0, 0.1, generator=generator)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 1], "pad_token_id": 0}))
     save_tokenizer(folder)

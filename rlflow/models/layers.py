@@ -23,9 +23,11 @@ from megatron_bridge.compat import mlp_submodules
 from megatron_bridge.families import Architecture
 from rlflow.models.gemma import GEMMA3
 from rlflow.models.glm import GLM4
+from rlflow.models.latent import DEEPSEEK_V3
 from rlflow.models.variant import Variant
 
 VARIANTS: Mapping[str, Variant] = {  # by family; whoever is not named is like Llama
+    "deepseek_v3": DEEPSEEK_V3,
     "gemma3_text": GEMMA3,
     "glm4": GLM4,
 }

@@ -38,6 +38,14 @@ def toy_experts(**overrides: Any) -> Architecture:
     return toy(**{"model_type": "qwen3_moe", "num_hidden_layers": 3, **experts, **overrides})
 
 
+def toy_latent(**overrides: Any) -> Architecture:
+    """A small DeepSeek-V3: layer 0 of 3 is dense, the others have four experts and two shared ones."""
+    latent = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 5}
+    experts = {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 1, "head_dim": None}
+    return toy(**{"model_type": "deepseek_v3", **sizes, **latent, **experts, **overrides})
+
+
 def empty(layout: Layout, rank: int, dtype: torch.dtype = torch.int32, fill: int = -1) -> dict[str, Tensor]:
     """A rank's tensors, filled with what no weight is."""
     return {name: torch.full(param.shape, fill, dtype=dtype) for name, param in layout.parameters(rank).items()}
