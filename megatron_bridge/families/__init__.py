@@ -20,7 +20,8 @@ from megatron_bridge.families.qwen3_moe import QWEN3_MOE
 _ALL = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GEMMA3, GLM, GLM4)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 INSTEAD = {  # what to do with a model of which a family here is a part
-    "gemma3": "it has a vision part: save the language part alone, by transformers' Gemma3ForCausalLM, as gemma3_text",
+    "gemma3": "it has a vision part: load it as transformers' Gemma3ForConditionalGeneration, make a"
+    " Gemma3ForCausalLM of its config.text_config, give it the former's model.language_model as its model, and save it",
 }
 
 __all__ = ["FAMILIES", "Architecture", "Family", "load_architecture", "read_json"]

@@ -140,7 +140,10 @@ def test_half_of_glms_channels_are_rotated(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gemma3"}, "save the language part alone, by transformers' Gemma3ForCausalLM, as gemma3_text"),
+        (
+            {"model_type": "gemma3"},
+            "Gemma3ForCausalLM of its config.text_config, give it the former's model.language_model",
+        ),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "only 'gelu_pytorch_tanh'"),
         ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types does not say"),
