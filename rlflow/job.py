@@ -102,6 +102,8 @@ def assemble(config: Config) -> online.Run:
         rollout_ranks(config.actor.ranks, dist.get_world_size()),
         tensor=config.actor.tensor_parallel_size,
         pipeline=config.actor.pipeline_parallel_size,
+        expert=config.actor.expert_parallel_size,
+        expert_tensor=config.actor.expert_tensor_parallel_size,
         order=config.actor.order,
         timeout_seconds=config.trainer.timeout_seconds,
     )

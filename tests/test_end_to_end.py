@@ -172,3 +172,16 @@ def test_the_optimizer_is_four_frames_from_the_command(tmp_path: Path, tiny_mode
     assert done.returncode == 0, done.stdout + done.stderr
     frames = next(line for line in done.stdout.splitlines() if line.startswith("FRAMES")).split()[1:]
     assert len(frames) <= 4, frames
+
+
+def test_experts_are_trained(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    """Qwen3-MoE, two experts on each of two ranks, which sample with all four; log-probs of both sides agree."""
+    model = tiny_model("qwen3_moe", norm_topk_prob=True, num_hidden_layers=2)
+    config = configuration(tmp_path, model, actor={"expert_parallel_size": 2}, trainer={"steps": 2})
+    succeed("train", config, "--nproc", "2")
+    for record in records(tmp_path / "run")[1:]:
+        assert record["mismatch/log_prob_max"] < 1e-4
+        assert record["actor/grad_norm"] > 0
+    trained, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "model", model))
+    assert trained.keys() == before.keys()
+    assert not torch.equal(*(weights["model.layers.0.mlp.experts.3.down_proj.weight"] for weights in (trained, before)))

@@ -117,6 +117,8 @@ def _patch_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1 leaves the name out where Transformer Engine is missing
+    # Made now: vLLM, when it is imported, puts streams of its own here, whose events megatron cannot wait for.
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _FinishedStream()
     # The original turns split sizes into numpy only where they were on CUDA.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -97,6 +97,15 @@ def test_the_next_step_is_that_of_the_unbroken_run(  # cases.md F10
         assert resumed[name] == pytest.approx(unbroken[name], rel=tolerance, abs=tolerance)
 
 
+def test_experts_are_resumed_where_they_now_lie(world: World, tiny_model: Any, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[])
+    unbroken = world(2, _train_and_save, model, {"expert": 2}, tmp_path, torch.float32)[0]
+    for grid in ({"expert": 2}, {"expert": 1}, {"pipeline": 2}):
+        _, resumed = world(2, _load_and_train, model, grid, tmp_path, torch.float32)[0]
+        for name in ("loss", "actor/grad_norm"):
+            assert resumed[name] == pytest.approx(unbroken[name], rel=1e-5, abs=1e-5)
+
+
 def test_bfloat16_keeps_its_float32_main_parameters(world: World, tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model("qwen2")
     unbroken = world(1, _train_and_save, model, {}, tmp_path, torch.bfloat16)[0]

@@ -73,25 +73,57 @@ def test_heads_must_divide_over_tensor_parallel_ranks(tmp_path: Path) -> None:
     rule = "28 attention heads do not divide over 8: divisors are 1, 2, 4, 7, 14, 28; nearest: 4"
     assert faults(tmp_path, *overrides, world_size=8) == [
         f"actor.tensor_parallel_size = 8: {rule}",
-        "actor.tensor_parallel_size = 8: 4 key-value heads do not divide over 8: divisors are 1, 2, 4; nearest: 4",
         f"rollout.tensor_parallel_size = 8: {rule}",
     ]
 
 
-def test_vllm_copies_key_value_heads_but_megatron_does_not(tmp_path: Path) -> None:
+def test_ranks_may_share_key_value_heads(tmp_path: Path) -> None:
     model = {**json.loads((QWEN / "config.json").read_text()), "num_attention_heads": 12, "head_dim": 128}
     for kv_heads in (2, 6):
         folder = tmp_path / f"kv{kv_heads}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**model, "num_key_value_heads": kv_heads}))
     two, six = f"model.path={tmp_path}/kv2", f"model.path={tmp_path}/kv6"
-    assert faults(tmp_path, two, "rollout.tensor_parallel_size=4", world_size=4) == []
-    assert faults(tmp_path, two, "actor.tensor_parallel_size=4", world_size=4) == [
-        "actor.tensor_parallel_size = 4: 2 key-value heads do not divide over 4: divisors are 1, 2; nearest: 2"
-    ]
-    assert faults(tmp_path, six, "rollout.tensor_parallel_size=4", world_size=4) == [
-        "rollout.tensor_parallel_size = 4: 6 key-value heads neither divide over 4 ranks nor are divided by them: "
-        "valid are 1, 2; nearest: 2"
+    for section in ("actor", "rollout"):
+        key = f"{section}.tensor_parallel_size"
+        assert faults(tmp_path, two, f"{key}=4", world_size=4) == []
+        assert faults(tmp_path, six, f"{key}=4", world_size=4) == [
+            f"{key} = 4: 6 key-value heads neither divide over 4 ranks nor are divided by them: valid are 1, 2; "
+            "nearest: 2"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.expert_parallel_size=3", "actor.expert_parallel_size = 3: 8 experts do not divide over 3: divisors are "
+                                         "1, 2, 4, 8; nearest: 4"),
+        ("actor.expert_parallel_size=8", "actor.expert_parallel_size = 8: 8 × actor.expert_tensor_parallel_size 1 does "
+                                         "not divide the 4 ranks of a pipeline stage; nearest: 4"),
+        ("actor.expert_tensor_parallel_size=3", "actor.expert_tensor_parallel_size = 3: 64 channels of an expert do "
+                                                "not divide over 3: divisors are 1, 2, 4, 8, 16, 32, 64; nearest: 4"),
+        ("actor.tensor_parallel_size=2", "actor.sequence_parallel = false: experts need it where "
+                                         "actor.tensor_parallel_size is above 1; nearest: true"),
+        ("actor.expert_parallel_size=2 actor.pipeline_parallel_size=2 actor.order=tp-cp-dp-pp-ep",
+         "actor.order = tp-cp-dp-pp-ep: experts need pp first or last; nearest: tp-cp-ep-dp-pp"),
+        ("actor.expert_parallel_size=2 actor.expert_tensor_parallel_size=2 actor.order=ep-tp-cp-dp-pp",
+         "actor.order = ep-tp-cp-dp-pp: experts need tp before ep; nearest: tp-cp-ep-dp-pp"),
+    ],
+)  # fmt: skip
+def test_experts(tmp_path: Path, override: str, message: str) -> None:
+    model = {**json.loads((QWEN / "config.json").read_text()), "model_type": "qwen3_moe", "num_experts": 8,
+             "num_experts_per_tok": 2, "moe_intermediate_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    found = faults(tmp_path, f"model.path={tmp_path}", *override.split(), world_size=4)
+    assert message in found
+    assert faults(tmp_path, f"model.path={tmp_path}", "actor.expert_parallel_size=4", world_size=4) == []
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    overrides = ("actor.expert_parallel_size=2", "actor.expert_tensor_parallel_size=1")
+    assert faults(tmp_path, *overrides, world_size=2) == [
+        "actor.expert_parallel_size = 2: qwen2 has no experts; nearest: 1",
+        "actor.expert_tensor_parallel_size = 1: qwen2 has no experts; nearest: null",
     ]
 
 
