@@ -98,7 +98,9 @@ class Plan:
         self.phases = 2 if self._shares[1] else 1
         self.phase_traffic = tuple(_traffic(shares) for shares in self._shares[: self.phases])
         self._flows = tuple(_Flow(traffic) for traffic in self.phase_traffic)
-        self.traffic = sum(self.phase_traffic, start=Counter[tuple[int, int]]())
+        self.traffic: Counter[tuple[int, int]] = Counter()
+        for traffic in self.phase_traffic:
+            self.traffic.update(traffic)
 
     # ------------------------------------------------------------ decisions
     def _group_units(self) -> None:
@@ -125,27 +127,28 @@ class Plan:
         """Shares of all ranks: those with one possible source at once, then the others so that loads are even."""
         load: Counter[int] = Counter()
         tasks: list[Task] = []
-        waiting: list[tuple[Bundle, Need, int, int]] = []  # of each task: what, from which element on, for which rank
+        waiting: list[tuple[int, Share]] = []  # of each task: for which rank, and the share without its source
         for node, bundle, need in self._needs():
-            first, total = node * self.ranks_per_node, need.elements * len(bundle.units)
+            first = node * self.ranks_per_node
             needers = [first + member for member in need.needers]
-            if need.holders == need.needers:
-                self._shares[0][needers[0]].append(Share(bundle, need, 0, total, needers[0]))
-                continue
             holders = [first + member for member in need.holders] or self._pool(bundle.group, need.shards)
-            bounds = split_evenly(total, len(needers))
-            for leader, (begin, end) in zip(needers, pairwise(bounds), strict=True):
-                if begin == end:
-                    continue
-                tasks.append(Task(end - begin, holders))
-                waiting.append((bundle, need, begin, leader))
+            for leader, begin, end in _leaders(needers, need.elements * len(bundle.units)):
+                share = Share(bundle, need, begin, end, holders[0])
+                if len(holders) == 1:
+                    self._shares[0][leader].append(share)
+                    load[holders[0]] += end - begin if holders[0] != leader else 0
+                else:
+                    tasks.append(Task(end - begin, holders))
+                    waiting.append((leader, share))
+                relayed = share._replace(source=leader) if len(needers) > 1 else share
                 for other in needers:
                     if other != leader:
-                        self._shares[1][other].append(Share(bundle, need, begin, end, leader))
+                        self._shares[1][other].append(relayed)
                         load[leader] += end - begin
-        for (bundle, need, at, leader), cuts in zip(waiting, spread(tasks, load), strict=True):
+        for (leader, share), cuts in zip(waiting, spread(tasks, load), strict=True):
+            at = share.begin
             for source, elements in cuts:
-                self._shares[0][leader].append(Share(bundle, need, at, at + elements, source))
+                self._shares[0][leader].append(share._replace(begin=at, end=at + elements, source=source))
                 at += elements
 
     def _needs(self) -> Iterator[tuple[int, Bundle, Need]]:
@@ -253,6 +256,16 @@ class Plan:
             (ceil(n / max(1, most - len(peers[rank]))) for totals, peers in sides for rank, n in totals.items()),
             default=0,
         )
+
+
+def _leaders(needers: Sequence[int], elements: int) -> Iterator[tuple[int, int, int]]:
+    """(rank, begin, end): which of the ranks that need the same elements fetches which of them for all."""
+    if len(needers) == 1:
+        yield needers[0], 0, elements
+        return
+    for leader, (begin, end) in zip(needers, pairwise(split_evenly(elements, len(needers))), strict=True):
+        if begin < end:
+            yield leader, begin, end
 
 
 class _Flow:
