@@ -30,17 +30,19 @@ STOPS = (40, 41)
 Keys = list[tuple[str, int, tuple[int, ...]]]
 
 
-def start(folder: Path, *, tensor: int = 1, ranks: Any = "all", deterministic: bool = True, prove: bool = False,
-          stop: tuple[int, ...] = ()) -> VLLMRollout:  # fmt: skip
+def start(folder: Path, *, tensor: int = 1, pipeline: int = 1, experts: bool = False, ranks: Any = "all",
+          deterministic: bool = True, prove: bool = False, stop: tuple[int, ...] = (), dtype: str = "float32",
+          bucket_bytes: int = 256 << 20) -> VLLMRollout:  # fmt: skip
     from transformers import AutoTokenizer
 
     config = Rollout(
-        ranks=ranks, tensor_parallel_size=tensor, max_prompt_length=PROMPT, max_response_length=RESPONSE,
-        deterministic=deterministic, stop_token_ids=stop, kv_cache_gib=0.05, max_num_seqs=32,
+        ranks=ranks, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, expert_parallel=experts,
+        max_prompt_length=PROMPT, max_response_length=RESPONSE, dtype=dtype, deterministic=deterministic,
+        stop_token_ids=stop, kv_cache_gib=0.05, max_num_seqs=32,
     )  # fmt: skip
     return VLLMRollout(
         load_architecture(folder), str(folder), config, AutoTokenizer.from_pretrained(folder), dtype="float32", seed=7,
-        timeout_seconds=TIMEOUT, prove=prove,
+        timeout_seconds=TIMEOUT, prove=prove, bucket_bytes=bucket_bytes,
     )  # fmt: skip
 
 

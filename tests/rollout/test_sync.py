@@ -1,0 +1,67 @@
+"""Weights from Megatron's layouts into vLLM engines cut by tensor, expert and pipeline, on real processes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rollout import sync_ranks
+from tests.rollout.ranks import gap
+from tests.rollout.sync_ranks import SCALE, Synced
+from tests.workers import World
+
+WAYS = {"in place": 1.0, "by vLLM's loader": SCALE}
+EP2_TP2 = {"tp": 2, "ep": 2, "etp": 1}  # on two ranks: attention is cut, experts are whole
+CASES = [  # family, tied, vLLM's sizes, Megatron's grid, what is lost, ranks
+    pytest.param("qwen3_moe", True, {"tensor": 2}, EP2_TP2, "local_experts.1.linear_fc2", 2, id="experts TP2"),
+    pytest.param("qwen3_moe", False, {"tensor": 2, "experts": True}, EP2_TP2, "router", 2, id="experts EP2"),
+    pytest.param("mixtral", False, {"pipeline": 2}, {"dp": 2, "ep": 2}, "", 2, id="experts PP2"),
+    pytest.param("qwen3", True, {"pipeline": 2}, {"tp": 2}, "layers.3.self_attention.linear_qkv", 2, id="tied PP2"),
+    pytest.param(
+        "qwen3_moe", True, {"tensor": 2, "experts": True, "ranks": (1, 2)}, {"tp": 2, "dp": 2, "ep": 2}, "", 4,
+        id="experts EP2 on two of four ranks",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "tied", "engine", "source", "lost", "ranks"), CASES)
+def test_engines_sample_from_megatrons_weights(
+    world: World, tiny_model: Callable[..., Path], family: str, tied: bool, engine: dict[str, Any],
+    source: dict[str, Any], lost: str, ranks: int,
+) -> None:  # fmt: skip
+    """The proof holds for all parameters; log-probs are transformers' in place and by the loader; cases.md A29, C01."""
+    folder = tiny_model(family, tied)
+    found = world(ranks, sync_ranks.sync, folder, engine, source, lost)
+    rolling = [found[rank] for rank in engine.get("ranks", range(ranks))]
+    assert all(seen.proven for seen in found)
+    assert min(seen.compared for seen in rolling) > 10
+    for way, scale in WAYS.items():
+        samples = [sample for seen in found for sample in seen.samples[way]]
+        assert len(samples) == 10 * (len(rolling) // 2)
+        assert gap(reference(folder, scale), samples, 0.7) < 1e-4
+        assert all(seen.traffic[way].received + seen.traffic[way].local > 0 for seen in rolling)
+    if lost:
+        refused(found, lost)
+
+
+def refused(found: list[Synced], lost: str) -> None:
+    """Rank 0, which lacks a tensor, names it with its fused target; nobody generates from a half-updated engine."""
+    for in_place in (True, False):
+        errors = [seen.errors[f"lost, in place {in_place}"] for seen in found]
+        assert [kind for kind, _ in errors] == ["UserError"] + ["SyncError"] * (len(found) - 1)
+        assert "lacks its part decoder.layers" in errors[0][1]
+        assert lost in errors[0][1]
+        assert "ranks [0]" in errors[1][1]
+        assert {seen.errors[f"then, in place {in_place}"][0] for seen in found} == {"NotReady"}
+
+
+def reference(folder: Path, scale: float) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
