@@ -145,16 +145,15 @@ def read_names(source: Checkpoint, experts: str | None) -> HFLayout:
 # ---------------------------------------------------------------- running
 @contextlib.contextmanager
 def processes() -> Iterator[tuple[int, tuple[int, ...]]]:
-    """This process's rank and all ranks: one process, or those that torchrun started, joined by gloo."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        yield 0, (0,)
-        return
-    dist.init_process_group("gloo")
+    """This process's rank and all ranks: of the group that there is, of those that torchrun started, or it alone."""
+    started = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if started:
+        dist.init_process_group("gloo")
     try:
-        yield dist.get_rank(), tuple(range(world))
+        yield (dist.get_rank(), tuple(range(dist.get_world_size()))) if dist.is_initialized() else (0, (0,))
     finally:
-        dist.destroy_process_group()
+        if started:
+            dist.destroy_process_group()
 
 
 def carry_out(args: argparse.Namespace, open_source: Callable[[tuple[int, ...]], tuple[Checkpoint, Target]]) -> int:

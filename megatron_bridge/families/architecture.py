@@ -166,10 +166,16 @@ def read_architecture(
         "max_positions": int(config.get("max_position_embeddings", 2048)),
         "bos_token_id": config.get("bos_token_id"),
         "eos_token_ids": _eos_ids(generation, config),
+        "head": "score" if _names_classifier(config) else "lm",
         "hf_config": dict(config),
     }
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return Architecture(family, **(sizes | {"ffn": ffn, "vocab": vocab} | common | facts(config)))
+
+
+def _names_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a reward or value model: transformers calls it a classifier, its head `score`."""
+    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
 
 
 def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: int | None = None) -> int:
