@@ -18,7 +18,7 @@ BUCKET = "bucket"  # in copies between a parameter and a message, the name of th
 ALIGNMENT = 16  # bytes: messages begin, and streams are cut, where the widest loads of a GPU may begin
 DIGEST_BYTES = 16
 PIPELINED = 4  # rounds that overlap well
-SMALL_BUCKET_BYTES = 4 << 20  # below this a round costs more than it hides
+SMALL_BUCKET_BYTES = 64 << 20  # below this a round costs more than it hides
 
 
 @dataclass
@@ -117,10 +117,10 @@ def messages(copies: Iterable[Copy], rounds: int, end: Literal["source", "target
                 k += 1
             hi = min(size, bounds[k + 1] - begin)
             place: Place = getattr(copy, end)
-            out[k].copies += map(_flatten, _parts(copy.shape, place, lo, hi, begin + lo - bounds[k], end == "source"))
+            out[k].copies += _parts(copy.shape, place, lo, hi, begin + lo - bounds[k], end == "source")
             lo = hi
         begin += size
-    return out
+    return [Message(message.elements, list(compact(message.copies))) for message in out]
 
 
 def _parts(shape: Sequence[int], place: Place, lo: int, hi: int, at: int, packing: bool) -> Iterator[Copy]:

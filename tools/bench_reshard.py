@@ -29,9 +29,11 @@ from torch import Tensor
 from megatron_bridge.boxes import shape_of, volume
 from megatron_bridge.copies import region
 from megatron_bridge.execute import connect
-from megatron_bridge.families import Architecture, load_architecture
+from megatron_bridge.families import Architecture, load_architecture, read_json
+from megatron_bridge.layout_options import read_layouts
 from megatron_bridge.layouts import HFLayout, Layout, MegatronLayout, VLLMLayout
 from megatron_bridge.layouts.layout import Unit, canonical_units, tensors_of
+from megatron_bridge.layouts.megatron import DEFAULT_ORDER
 from megatron_bridge.layouts.part import one_unit
 from megatron_bridge.proof import KnownValues
 from megatron_bridge.streams import compact
@@ -259,20 +261,6 @@ def local(bench: Bench, repeat: int) -> dict[str, Any]:
     }
 
 
-def parse_layout(text: str) -> dict[str, int]:
-    """`tp=2,pp=2` as a dictionary."""
-    pairs = (part.split("=") for part in text.split(","))
-    return {name: int(number) for name, number in pairs}
-
-
-def layouts(arch: Architecture, train: str, rollout: str) -> tuple[MegatronLayout, VLLMLayout]:
-    """The two layouts. Engines fill the training ranks, or as many ranks as they need from rank `first` on."""
-    source, sizes = MegatronLayout(arch, **parse_layout(train)), parse_layout(rollout)  # type: ignore[arg-type]
-    first, engine = sizes.pop("first", 0), sizes.get("tp", 1) * sizes.get("pp", 1)
-    count = engine if first else max(engine, len(source.ranks) // engine * engine)
-    return source, VLLMLayout(arch, **sizes, ranks=tuple(range(first, first + count)))  # type: ignore[arg-type]
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(MODELS)}, or a config.json or its folder")
@@ -292,12 +280,16 @@ def _arguments() -> argparse.Namespace:
 
 
 def _architecture(options: argparse.Namespace) -> Architecture:
+    layers = {"num_hidden_layers": options.layers} if options.layers else {}
     if options.model in MODELS:
-        config = MODELS[options.model]
-    else:
-        path = Path(options.model)
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    return load_architecture(config | ({"num_hidden_layers": options.layers} if options.layers else {}))
+        return load_architecture(MODELS[options.model] | layers)
+    path = Path(options.model)
+    return load_architecture(read_json(path / "config.json" if path.is_dir() else path) | layers)
+
+
+def _layouts(arch: Architecture, options: argparse.Namespace) -> list[tuple[str, str, MegatronLayout, VLLMLayout]]:
+    pairs = zip(options.train, options.rollout, strict=True)
+    return [(train, rollout, *read_layouts(arch, train, rollout, DEFAULT_ORDER)) for train, rollout in pairs]
 
 
 def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
@@ -309,8 +301,8 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
     if not options.local:
         dist.init_process_group("nccl" if on_gpu else "gloo", init_method=store, rank=rank, world_size=world)
     arch = _architecture(options)
-    for train, rollout in zip(options.train, options.rollout, strict=True):
-        bench = Bench(*layouts(arch, train, rollout), options, rank, device)
+    for train, rollout, source, target in _layouts(arch, options):
+        bench = Bench(source, target, options, rank, device)
         found = local(bench, options.repeat) if options.local else reshard(bench, options.repeat)
         if rank == 0:
             where = torch.cuda.get_device_name() if on_gpu else "cpu, gloo"
@@ -328,9 +320,8 @@ def main() -> None:
     elif "RANK" in os.environ:
         _run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", options)
     else:
-        arch = _architecture(options)
-        pairs = (layouts(arch, *pair) for pair in zip(options.train, options.rollout, strict=True))
-        world = max(rank for pair in pairs for layout in pair for rank in layout.ranks) + 1
+        pairs = _layouts(_architecture(options), options)
+        world = max(rank for *_, source, target in pairs for rank in (*source.ranks, *target.ranks)) + 1
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_run, (world, f"file://{folder}/store", options), nprocs=world)
 

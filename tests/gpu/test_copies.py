@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge import checksum
@@ -18,9 +19,9 @@ from megatron_bridge.plan import Copy, Place
 from megatron_bridge.streams import messages
 from megatron_bridge.worlds import connect_worlds
 from tests.bridge.regions import random_case
-from tests.bridge.toys import gathered, labelled, shards, toy
+from tests.bridge.toys import empty, gathered, labelled, shards, toy
 from tests.gpu.devices import needs_gpus
-from tests.workers import free_port
+from tests.workers import World, free_port
 
 pytestmark = needs_gpus(1)
 
@@ -140,3 +141,19 @@ def test_digests_are_the_same_on_the_cpu(to_itself: Group) -> None:
     words = torch.randint(-(2**63), 2**63 - 1, (70 * checksum.CHUNK + 3,))
     assert checksum.digest(words.cuda()).cpu() == checksum.digest(words)
     assert gather_integers(to_itself, [2**62, -1]) == [[2**62, -1]]
+
+
+def _through_host_memory(source: MegatronLayout, target: VLLMLayout) -> dict[str, Tensor]:
+    """A transfer over gloo, whose buckets lie in host memory, between two processes' tensors on the GPU."""
+    rank = dist.get_rank()
+    held = {name: tensor.cuda() for name, tensor in shards(labelled(source.arch), source)[rank].items()}
+    filled = {name: tensor.cuda() for name, tensor in empty(target, rank).items()}
+    connect(source, held, target, filled, rank=rank, dtype=torch.int32, bucket_bytes=1000, checksum=True).run()
+    return {name: tensor.cpu() for name, tensor in filled.items()}
+
+
+def test_gloo_carries_tensors_of_the_gpu(world: World) -> None:
+    arch = toy()
+    found = world(2, _through_host_memory, MegatronLayout(arch, pp=2), VLLMLayout(arch, 2))
+    back = gathered(VLLMLayout(arch, 2), dict(enumerate(found)))
+    assert all(torch.equal(back[name], tensor) for name, tensor in labelled(arch).items())
