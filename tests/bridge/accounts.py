@@ -66,7 +66,8 @@ def dense(checkpoint: Mapping[str, Tensor], layer: str) -> tuple[Tensor, Tensor,
     """Gate, up and down projection, of which GLM keeps the first two in one tensor."""
     both, down = f"{layer}mlp.gate_up_proj.weight", checkpoint[f"{layer}mlp.down_proj.weight"]
     if both in checkpoint:
-        return (*checkpoint[both].chunk(2), down)
+        gate, up = checkpoint[both].chunk(2)
+        return gate, up, down
     return checkpoint[f"{layer}mlp.gate_proj.weight"], checkpoint[f"{layer}mlp.up_proj.weight"], down
 
 
