@@ -67,7 +67,7 @@ class FusedCopies:
             sorted({copy.source.parameter for copy in self._copies}),
             sorted({copy.target.parameter for copy in self._copies}),
         )
-        self._built_for: list[tuple[int, torch.dtype]] | None = None
+        self._built_for: tuple[list[int], list[torch.dtype]] | None = None
         self._launches: list[tuple[Kind, Tensor]] = []
         self._plain = self._copies
 
@@ -75,7 +75,7 @@ class FusedCopies:
     def run(self) -> None:
         """Copy all regions, on the device's current stream."""
         tensors = [self._source[name] for name in self._names[0]] + [self._target[name] for name in self._names[1]]
-        places = [(tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+        places = [*map(Tensor.data_ptr, tensors)], [tensor.dtype for tensor in tensors]
         if places != self._built_for:
             self._build({tensor.device for tensor in tensors})
             self._built_for = places
@@ -94,7 +94,8 @@ class FusedCopies:
         self._launches, self._plain = [], self._copies
         if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
             tables, self._plain = tabulate(self._copies, self._source, self._target)
-            self._launches = [(kind, torch.from_numpy(table).to(device)) for kind, table in tables.items()]
+            longest_first = sorted(tables.items(), key=lambda item: -len(item[1]))  # it runs while others are launched
+            self._launches = [(kind, torch.from_numpy(table).to(device)) for kind, table in longest_first]
 
 
 def region(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
