@@ -21,7 +21,7 @@ from megatron_bridge.layouts.megatron import MegatronLayout
 Grid = tuple[tuple[str, tuple[Box, ...]], ...]  # the boxes of each parameter of a unit
 Grids = tuple[tuple[str, Grid], ...]  # by unit kind
 
-LOCAL_SPEC_KEYS = {  # megatron's local spec stores its norms under Transformer Engine's names (of dense layers)
+LOCAL_SPEC_KEYS = {  # megatron's local spec without latents stores norms under Transformer Engine's names
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -199,7 +199,7 @@ def key_names(arch: Architecture, kind: str) -> dict[str, Names]:
     for param, fused in zip(*(layout.params(kind, base.shard(0, kind)) for layout in (base, te)), strict=True):
         local = param.name
         for prefix, other in LOCAL_SPEC_KEYS.items():
-            if local.startswith(prefix):
+            if local.startswith(prefix) and arch.latent is None:
                 local = other + local.removeprefix(prefix)
         names[param.name] = Names(fused.name, local, param.name)
     return names

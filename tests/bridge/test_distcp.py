@@ -31,6 +31,20 @@ FAMILIES = {
     "qwen2": {"model_type": "qwen2"},
     "experts": {"model_type": "qwen3_moe", **EXPERTS},
     "mixed": {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
+    "latent": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 6,
+        "v_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+    },
 }
 GRIDS = [{"tp": 1, "vocab_multiple": 1}, {"tp": 2, "pp": 2}, {"tp": 4, "vocab_multiple": 128}]
 
@@ -66,7 +80,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_is_bitwise(tmp_path: Path, family: str, grid: dict[str, int], chunk_bytes: int) -> None:
-    source = toy_folder(tmp_path / "source", **(FAMILIES[family] | {"num_key_value_heads": 4}))
+    source = toy_folder(tmp_path / "source", **({"num_hidden_layers": 4, "num_key_value_heads": 4} | FAMILIES[family]))
     out = convert(source, tmp_path / "out", grid=grid, chunk_bytes=chunk_bytes)
     assert same(read(out, load_architecture(out)), open_hf(source))
 

@@ -19,6 +19,13 @@ from tests.bridge.test_distcp import FAMILIES, convert, read, same
 from tests.bridge.toys import empty
 
 
+class NoAttention(torch.nn.Module):
+    """The local spec's own takes no latents; it has no parameters, and nothing is computed here."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__()
+
+
 def _stock(arch: Architecture, grid: Any, layout: MegatronLayout) -> Any:
     """This rank's stage of megatron's own model in its local spec, weights zero."""
     from rlflow import parallel  # before megatron-core, which it makes ready for a CPU
@@ -31,9 +38,13 @@ def _stock(arch: Architecture, grid: Any, layout: MegatronLayout) -> Any:
     if len(set(arch.layer_kinds)) == 1:
         config.moe_layer_freq = 1  # as Megatron-LM says by default that all layers are alike
     with parallel.active(grid):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        if arch.latent is not None:
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = NoAttention
         return GPTModel(
             config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
+            spec,
             vocab_size=layout.padded_vocab,
             max_sequence_length=64,
             pre_process=grid.is_first_stage,
@@ -77,7 +88,7 @@ def _load_stock(source: Path, written: Path) -> list[str]:
     return [name for name in expected if not torch.equal(live[name], expected[name])]
 
 
-@pytest.mark.parametrize("family", ["tied", "qwen2", "experts", "mixed"])
+@pytest.mark.parametrize("family", ["tied", "qwen2", "experts", "mixed", "latent"])
 def test_a_stock_model_loads_what_is_written(world: Callable[..., Any], tmp_path: Path, family: str) -> None:
     source = toy_folder(tmp_path / "source", torch.float32, num_hidden_layers=4, **FAMILIES[family])
     written = convert(source, tmp_path / "out", chunk_bytes=200)
@@ -106,7 +117,7 @@ def _save_stock(source: Path, root: Path) -> None:
             dist_checkpointing.save({"model": _sharded(model, grid, **metadata)}, str(place))
 
 
-@pytest.mark.parametrize("family", ["llama", "tied", "experts", "mixed"])
+@pytest.mark.parametrize("family", ["llama", "tied", "experts", "mixed", "latent"])
 def test_what_a_stock_model_saves_is_read(world: Callable[..., Any], tmp_path: Path, family: str) -> None:
     source = toy_folder(tmp_path / "source", torch.float32, num_hidden_layers=4, **FAMILIES[family])
     world(4, _save_stock, source, tmp_path)
