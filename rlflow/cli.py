@@ -77,6 +77,18 @@ def generate(args: argparse.Namespace) -> Work:
     return partial(job.generate, config, args.prompt)
 
 
+def verify(args: argparse.Namespace) -> Work:
+    """Prove that weights reach vLLM right, on the ranks and with the sizes of the configuration."""
+    config = _config(args, "generate")
+    if args.nproc is not None:
+        parity = ["--parity"] if args.parity else []
+        return partial(launch, args.nproc, ["verify", args.config, *args.overrides, *parity])
+    _prepare_libraries(config)
+    from rlflow import verify
+
+    return partial(verify.verify, config, parity=args.parity)
+
+
 def check(args: argparse.Namespace) -> Work:
     """Say what is wrong with a configuration, or what it would run."""
     config = load(args.config, args.overrides, world_size=args.world_size)
@@ -140,7 +152,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlflow", description="Reinforcement learning of large language models.")
     parser.add_argument("--version", action="version", version=f"rlflow {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
-    for name, command in (("train", train), ("eval", evaluate), ("generate", generate), ("check", check)):
+    for name, command in (
+        ("train", train),
+        ("eval", evaluate),
+        ("generate", generate),
+        ("verify", verify),
+        ("check", check),
+    ):
         doc = command.__doc__ or ""
         sub = commands.add_parser(name, help=doc, description=doc, allow_abbrev=False)
         sub.set_defaults(command=command)
@@ -151,6 +169,10 @@ def _parser() -> argparse.ArgumentParser:
         else:
             sub.add_argument(
                 "--nproc", type=_count, metavar="N", help="start torchrun with N processes on this machine"
+            )
+        if name == "verify":
+            sub.add_argument(
+                "--parity", action="store_true", help="also compare the engine's log-probs with the trainer's"
             )
         if name == "generate":
             sub.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, in place of CONFIG")

@@ -24,6 +24,7 @@ from rlflow.batch.sample import Prompt
 from rlflow.checkpoint import Checkpoints
 from rlflow.config import Config, dump
 from rlflow.config.schema import Algorithm
+from rlflow.config.summary import replica_words
 from rlflow.data.encode import Encoder, load_tokenizer
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import load_prompts
@@ -98,15 +99,7 @@ def assemble(config: Config) -> online.Run:
     checkpoint = checkpoints.find(config.trainer.resume)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     rollout = start_rollout(config, architecture, tokenizer)
-    grid = parallel.Grid(
-        rollout_ranks(config.actor.ranks, dist.get_world_size()),
-        tensor=config.actor.tensor_parallel_size,
-        pipeline=config.actor.pipeline_parallel_size,
-        expert=config.actor.expert_parallel_size,
-        expert_tensor=config.actor.expert_tensor_parallel_size,
-        order=config.actor.order,
-        timeout_seconds=config.trainer.timeout_seconds,
-    )
+    grid = actor_grid(config)
     actor = start_engine(config, architecture, grid, trained=True)
     reference = start_engine(config, architecture, grid, trained=False) if config.algorithm.kl_coef else None
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
@@ -191,6 +184,19 @@ def start_rollout(config: Config, architecture: Architecture, tokenizer: Any) ->
     )  # fmt: skip
 
 
+def actor_grid(config: Config) -> parallel.Grid:
+    """The process groups of the actor. Collective."""
+    return parallel.Grid(
+        rollout_ranks(config.actor.ranks, dist.get_world_size()),
+        tensor=config.actor.tensor_parallel_size,
+        pipeline=config.actor.pipeline_parallel_size,
+        expert=config.actor.expert_parallel_size,
+        expert_tensor=config.actor.expert_tensor_parallel_size,
+        order=config.actor.order,
+        timeout_seconds=config.trainer.timeout_seconds,
+    )
+
+
 def start_engine(config: Config, architecture: Architecture, grid: parallel.Grid, *, trained: bool) -> Engine:
     """The actor, or with `trained=False` the reference, on the actor's grid, with the pretrained weights."""
     actor = config.actor
@@ -225,11 +231,12 @@ def announce(config: Config, architecture: Architecture) -> None:
     parameters = sum(math.prod(parameter.shape) for parameter in HFLayout(architecture, (0,)).parameters(0).values())
     tensor, pipeline = config.actor.tensor_parallel_size, config.actor.pipeline_parallel_size
     data = len(rollout_ranks(config.actor.ranks, world)) // (tensor * pipeline)
-    replicas = len(rollout_ranks(config.rollout.ranks, world)) // config.rollout.tensor_parallel_size
+    rollout = config.rollout
+    size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
     log.info(
-        "%s of %s parameters in %s; actor TP%d × PP%d × DP%d, rollout %d × TP%d; %d ranks on %s",
+        "%s of %s parameters in %s; actor TP%d × PP%d × DP%d, rollout %d × %s; %d ranks on %s",
         architecture.family, f"{parameters:,}", config.model.dtype, tensor, pipeline, data,
-        replicas, config.rollout.tensor_parallel_size, world,
+        len(rollout_ranks(rollout.ranks, world)) // size, replica_words(rollout), world,
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
     )  # fmt: skip
 

@@ -60,8 +60,9 @@ class WeightReceiver:
         self._last: tuple[Layout, dict[str, int], Transfer] | None = None
         self.proofs: list[Proof | None] = self._prove() if startup_proof and not quantized else []
         self.in_place = not quantized and not any(proof is not None and proof.different for proof in self.proofs)
+        self.decision = self._decide(quantized)
         if self._rank == layout.ranks[0]:
-            logger.log(logging.INFO if self.in_place or quantized else logging.WARNING, self._decision(quantized))
+            logger.log(logging.INFO if self.in_place or quantized else logging.WARNING, self.decision)
 
     def _prove(self) -> list[Proof | None]:
         """The proof of each rank, None outside the rollout. All ranks learn all, because a sync is collective."""
@@ -70,7 +71,7 @@ class WeightReceiver:
         dist.all_gather_object(proofs, mine)
         return proofs
 
-    def _decision(self, quantized: bool) -> str:
+    def _decide(self, quantized: bool) -> str:
         """How weights are written from now on, and why."""
         if quantized:
             return "weights go through vLLM's loader, which quantises them"

@@ -62,6 +62,17 @@ def test_train_gives_the_checked_config_to_the_job(job: FakeJob, path: str) -> N
     assert (job.seen.config.optimizer.lr, job.seen.config.trainer.steps) == (1e-5, 3)
 
 
+def test_verify_takes_no_data(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Config, bool]] = []
+    fake = ModuleType("rlflow.verify")
+    fake.verify = lambda config, parity: seen.append((config, parity)) or 1  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rlflow.verify", fake)
+    monkeypatch.setattr(rlflow, "verify", fake, raising=False)
+    path = str(ROOT / "configs" / "tiny.yaml")
+    assert cli.main(["verify", path, "--parity", f"model.path={QWEN}", "data.train=nowhere"]) == 1
+    assert [(config.model.path, parity) for config, parity in seen] == [(str(QWEN), True)]
+
+
 def test_overrides_may_follow_options(job: FakeJob, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", path, "--world-size", "2", "trainer.prompts_per_step=6"]) == 0
     assert "6 prompts × 8 responses = 48 samples" in capsys.readouterr().out
