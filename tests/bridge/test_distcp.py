@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from megatron_bridge.checkpoints import load_weights, open_weights
-from megatron_bridge.distcp import TRACKER, find_iteration, open_torch_dist
+from megatron_bridge.distcp import TRACKER, find_iteration, open_torch_dist, read_metadata
 from megatron_bridge.distcp_writer import ITERATION, write_torch_dist
 from megatron_bridge.errors import UserError
 from megatron_bridge.export import export_hf
@@ -83,6 +84,17 @@ def test_there_and_back_is_bitwise(tmp_path: Path, family: str, grid: dict[str, 
     source = toy_folder(tmp_path / "source", **({"num_hidden_layers": 4, "num_key_value_heads": 4} | FAMILIES[family]))
     out = convert(source, tmp_path / "out", grid=grid, chunk_bytes=chunk_bytes)
     assert same(read(out, load_architecture(out)), open_hf(source))
+
+
+@pytest.mark.parametrize("family", ["llama", "experts"])
+def test_torch_itself_reads_what_is_written_and_its_whole_tensors_are_read(tmp_path: Path, family: str) -> None:
+    """Its chunks hold all layers, and all experts, of a stacked tensor at once."""
+    source = toy_folder(tmp_path / "source", **FAMILIES[family])
+    out = convert(source, tmp_path / "out", grid={"tp": 2}, chunk_bytes=100)
+    state = {key: torch.zeros(held.shape, dtype=held.dtype) for key, held in read_metadata(out / ITERATION).items()}
+    dcp.load(state, checkpoint_id=out / ITERATION)
+    dcp.save(state, checkpoint_id=tmp_path / "whole")
+    assert same(read(tmp_path / "whole", load_architecture(source)), open_hf(source))
 
 
 PASSED_OVER = (
