@@ -1,7 +1,7 @@
 """Copies of strided regions between tensors, many at once: local copies, packing and unpacking are all of this kind.
 
 On a CUDA device all regions are cut into tiles of similar size, whose addresses one table holds and one kernel of
-`copy_kernel` works off; the table is built when tensors are first seen and again when one of them moves. Elsewhere, and
+`copy_kernel` works off; the table is built when tensors are first seen and again when they move. Elsewhere, and
 where Triton is missing, every region is a plain `copy_`. Which regions to copy is left to `plan` and `streams`.
 """
 
@@ -77,7 +77,9 @@ class FusedCopies:
         tensors = [self._source[name] for name in self._names[0]] + [self._target[name] for name in self._names[1]]
         places = [*map(Tensor.data_ptr, tensors)], [tensor.dtype for tensor in tensors]
         if places != self._built_for:
-            self._build({tensor.device for tensor in tensors})
+            devices = {tensor.device for tensor in tensors}
+            if not self._shift(devices, *places):
+                self._build(devices)
             self._built_for = places
         if self._launches:
             from megatron_bridge.copy_kernel import launch
@@ -88,6 +90,21 @@ class FusedCopies:
             region(self._target[copy.target.parameter], copy.shape, copy.target.strides, copy.target.offset).copy_(
                 region(self._source[copy.source.parameter], copy.shape, copy.source.strides, copy.source.offset)
             )
+
+    def _shift(self, devices: set[torch.device], addresses: list[int], types: list[torch.dtype]) -> bool:
+        """Correct the tables if all sources moved alike, and all targets: a bucket that was allocated anew."""
+        if self._built_for is None or self._plain or types != self._built_for[1]:
+            return False
+        if devices != {table.device for _, table in self._launches}:
+            return False
+        moved = [now - before for now, before in zip(addresses, self._built_for[0], strict=True)]
+        ends = moved[: len(self._names[0])], moved[len(self._names[0]) :]
+        if any(len(set(by)) != 1 or by[0] % WIDEST for by in ends):
+            return False
+        for _, table in self._launches:
+            for end, by in enumerate(ends):
+                table[:, end] += by[0]
+        return True
 
     def _build(self, devices: set[torch.device]) -> None:
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")

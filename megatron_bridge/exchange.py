@@ -111,8 +111,7 @@ class Exchange:
         self._lanes.begin()
         works: list[dist.Work] = []
         for k in range(len(self.rounds)):
-            with self._explained(k):
-                works.append(self._post(group, k, works))
+            works.append(self._post(group, k, works))
             if k == 0:
                 meanwhile()
             else:
@@ -126,11 +125,10 @@ class Exchange:
     def _post(self, group: Group, k: int, works: list[dist.Work]) -> dist.Work:
         """Pack a bucket, once what it carried two rounds ago has left, and start its exchange."""
         with self._lanes.packing(k, works):
-            outgoing = self.pack(k)
-            return exchange_bytes(
-                group, self.incoming(k), outgoing, _by_rank(self.rounds[k].receives, group.size()),
-                _by_rank(self.rounds[k].sends, group.size()),
-            )  # fmt: skip
+            outgoing, incoming = self.pack(k), self.incoming(k)
+            received, sent = (_by_rank(side, group.size()) for side in (self.rounds[k].receives, self.rounds[k].sends))
+            with self._explained(k):
+                return exchange_bytes(group, incoming, outgoing, received, sent)
 
     def _take(self, k: int, work: dist.Work) -> None:
         with self._lanes.unpacking(k):

@@ -107,8 +107,8 @@ class Transfer:
     def run(self) -> Traffic:
         """Fill the target tensors, padding with zeros; returns when they hold the weights.
 
-        SyncError if a peer is gone or silent, or (with `checksum`, on all ranks) if something else arrived than was
-        sent; the target is then not to be used.
+        SyncError if a peer is gone or silent, which also ends the group's use, or (with `checksum`, on all ranks) if
+        something else arrived than was sent; the target is then not to be used.
         """
         group = or_default(self.group)
         if not self._agreed:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bridge.errors import SyncError
+
 Group = Any  # dist.ProcessGroup, or a backend object with the same collectives
 
 
@@ -38,8 +40,11 @@ def exchange_bytes(
 
 
 def gather_integers(group: Group, values: Sequence[int]) -> list[list[int]]:
-    """Every rank's integers (int64, equally many), by rank."""
+    """Every rank's integers (int64, equally many), by rank. SyncError if a rank is gone or silent."""
     mine = torch.tensor(values, dtype=torch.int64, device=device_of(group))
     found = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([found], [mine]).wait()
+    try:
+        group.allgather([found], [mine]).wait()
+    except RuntimeError as error:
+        raise SyncError(f"not all ranks of the transfer answer: {error}") from error
     return torch.stack(found).tolist()

@@ -54,7 +54,7 @@ def test_casts_of_every_bit_pattern_are_those_of_torch() -> None:
             assert torch.equal(found.view(torch.uint8), values.to(target).view(torch.uint8)), (source, target)
 
 
-def test_tables_are_rebuilt_only_when_a_tensor_moves() -> None:
+def test_tables_stay_until_a_tensor_moves() -> None:
     source, target = ({name: torch.arange(1000, device="cuda")} for name in "ab")
     copies = FusedCopies([Copy((1000,), Place(0, "a", 0, (1,)), Place(0, "b", 0, (1,)))], source, target)
     copies.run()
@@ -66,8 +66,25 @@ def test_tables_are_rebuilt_only_when_a_tensor_moves() -> None:
     kept = source["a"]
     source["a"] = kept + 1
     copies.run()
-    assert copies._launches[0][1] is not table
     assert torch.equal(target["b"], torch.arange(2, 1002, device="cuda"))
+
+
+def test_tables_follow_a_bucket_that_is_allocated_anew() -> None:
+    copy = [Copy((4096,), Place(0, name, 0, (1,)), Place(0, "bucket", 4096 * at, (1,))) for at, name in enumerate("ab")]
+    source = {name: torch.randn(4096, device="cuda") for name in "ab"}
+    target = {"bucket": torch.zeros(8192, device="cuda")}
+    copies = FusedCopies(copy, source, target)
+    copies.run()
+    ((_, table),) = copies._launches
+    kept, target["bucket"] = target["bucket"], torch.zeros(8192, device="cuda")
+    copies.run()
+    assert copies._launches[0][1] is table
+    assert torch.equal(target["bucket"], torch.cat(list(source.values())))
+    source["a"] = source["a"].clone() + 1  # of two tensors one moves: all is built anew
+    copies.run()
+    assert copies._launches[0][1] is not table
+    assert torch.equal(target["bucket"], torch.cat(list(source.values())))
+    assert torch.equal(kept[4096:], source["b"])
 
 
 def test_a_transfer_on_the_gpu_is_that_of_the_cpu() -> None:
