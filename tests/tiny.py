@@ -70,9 +70,11 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, **overrides: Any) -> None:
+def save_model(
+    folder: Path, family: str, tied: bool, dtype: torch.dtype = torch.float32, score: bool = False, **overrides: Any
+) -> None:
     """A random model of `family` (a key of SHAPES), its weights so large that a misplaced row changes the logits."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     shape = {
         "vocab_size": VOCAB,
@@ -90,7 +92,8 @@ def save_model(folder: Path, family: str, tied: bool, dtype: torch.dtype = torch
     # Gemma's norms add one to their weights, and its embeddings are enlarged: a tied head would only see those.
     center, spread = (0.0, 0.1) if family == "gemma3_text" else (1.0, 0.5)
     generator = torch.Generator().manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    config.num_labels = 1 if score else config.num_labels
+    model = (AutoModelForSequenceClassification if score else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -155,6 +155,7 @@ def read_architecture(
     if head_dim % 2:
         faults.append(f"head_dim {head_dim} is odd: rotary embeddings turn pairs")
     theta, scaling = _read_rope(config, faults)
+    head = _read_head(config, faults)
     if faults:
         raise UserError(where, "; ".join(faults))
     common: dict[str, Any] = {
@@ -166,16 +167,21 @@ def read_architecture(
         "max_positions": int(config.get("max_position_embeddings", 2048)),
         "bos_token_id": config.get("bos_token_id"),
         "eos_token_ids": _eos_ids(generation, config),
-        "head": "score" if _names_classifier(config) else "lm",
+        "head": head,
         "hf_config": dict(config),
     }
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return Architecture(family, **(sizes | {"ffn": ffn, "vocab": vocab} | common | facts(config)))
 
 
-def _names_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a reward or value model: transformers calls it a classifier, its head `score`."""
-    return any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ())
+def _read_head(config: Mapping[str, Any], faults: list[str]) -> Literal["lm", "score"]:
+    """`score` for a reward or value model: transformers calls it a classifier, of two labels unless its config says."""
+    if not any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return "lm"
+    labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
+    if labels != 1:
+        faults.append(f"a classifier of {labels} labels: a score model has one output (num_labels 1)")
+    return "score"
 
 
 def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: int | None = None) -> int:

@@ -5,13 +5,16 @@ from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.packed import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
 from rlflow.models.policy import PolicyModel, build_policy, fits_transformer_engine, has_transformer_engine
 from rlflow.models.stages import split_layers
+from rlflow.models.value import ValueModel, build_value
 
 __all__ = [
     "PackedInput",
     "PolicyModel",
     "Scoring",
+    "ValueModel",
     "VocabShard",
     "build_policy",
+    "build_value",
     "fits_transformer_engine",
     "has_transformer_engine",
     "pack_for_local_spec",

@@ -6,7 +6,7 @@ Which layers it is made of is left to `layers`.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -24,6 +24,8 @@ from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.packed import PackedInput
 from rlflow.models.rope import Ropes, make_ropes
 from rlflow.parallel import Grid, active, device
+
+Model = TypeVar("Model", bound=GPTModel)
 
 
 def fits_transformer_engine(arch: Architecture) -> bool:
@@ -101,9 +103,19 @@ def build_policy(
     arch: Architecture, grid: Grid, config: TransformerConfig, *, padded_vocab: int, chunk_tokens: int = 1024
 ) -> PolicyModel:
     """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`."""
+    model = build_stage(PolicyModel, arch, grid, config, padded_vocab, tied=arch.tied)
+    if grid.is_last_stage:
+        model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
+    return model
+
+
+def build_stage(
+    kind: type[Model], arch: Architecture, grid: Grid, config: TransformerConfig, padded_vocab: int, *, tied: bool
+) -> Model:
+    """A stage with megatron's own output layer; `tied` is whether that is the embedding."""
     variant = variant_of(arch)
     with active(grid):
-        model = PolicyModel(
+        model = kind(
             config,
             block_spec(arch, config),
             vocab_size=padded_vocab,
@@ -112,7 +124,7 @@ def build_policy(
             post_process=grid.is_last_stage,
             position_embedding_type="rope" if config.apply_rope_fusion else "none",
             rotary_base=arch.rope_theta,
-            share_embeddings_and_output_weights=arch.tied,
+            share_embeddings_and_output_weights=tied,
             pg_collection=grid.groups,
         )
     model.ropes = make_ropes(arch).to(device())
@@ -120,8 +132,6 @@ def build_policy(
         model.rotary_pos_emb.inv_freq = model.ropes.plain.frequencies
     if grid.is_first_stage:
         model.embedding.word_embeddings.__class__ = variant.embedding  # the same state, another forward and backward
-    if grid.is_last_stage:
-        model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
     return model
 
 
