@@ -1,5 +1,8 @@
 """Routed experts as families have them: one gated feed-forward part each, chosen by a router."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from megatron_bridge.families.declare import Block, Parameter, Tensor
 from megatron_bridge.families.llama import plain
 
@@ -37,3 +40,13 @@ STACKED = (
 def router(name: str) -> Block:
     """The router's scores of each expert, whole on every rank."""
     return plain(name, "experts", "hidden", megatron="mlp.router.weight")
+
+
+def size_faults(config: Mapping[str, Any], count: str, *others: str) -> list[str]:
+    """Sizes of experts that a config does not give, and a choice of more experts than it has by the key `count`."""
+    keys = (count, "num_experts_per_tok", *others)
+    wrong = [key for key in keys if not isinstance(config.get(key), int) or config[key] < 1]
+    if wrong:
+        return [f"{key} is {config.get(key)!r}, not a positive integer" for key in wrong]
+    chosen, held = config["num_experts_per_tok"], config[count]
+    return [f"num_experts_per_tok {chosen} is more than {count} {held}"] if chosen > held else []

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_bridge.families.architecture import Experts
 from megatron_bridge.families.declare import Family
-from megatron_bridge.families.experts import routed, router
+from megatron_bridge.families.experts import routed, router, size_faults
 from megatron_bridge.families.llama import ATTENTION, OUTER, unsupported
 
 
@@ -20,9 +20,10 @@ def facts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def limits(config: Mapping[str, Any]) -> list[str]:
-    """Faults of a config: Llama's, and window attention."""
+    """Faults of a config: Llama's, window attention, and absent sizes."""
     window = config.get("sliding_window")
-    return unsupported(config) + ([f"sliding_window is {window}: it is not supported"] if window else [])
+    faults = [f"sliding_window is {window}: it is not supported"] if window else []
+    return unsupported(config) + faults + size_faults(config, "num_local_experts")
 
 
 MIXTRAL = Family(

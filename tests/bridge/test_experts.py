@@ -1,5 +1,7 @@
 """Layouts of routed experts: labelled rows, names on disk, and every way to cut them against chunk and cat."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -119,3 +121,29 @@ def test_mixtral_has_its_own_names() -> None:
     } <= set(HFLayout(arch, (0,)).parameters(0))
     held = shards(labelled(arch), VLLMLayout(arch))[0]
     assert held["model.layers.0.block_sparse_moe.experts.w13_weight"].shape == (2, 32, 8)
+
+
+def test_experts_in_configs() -> None:
+    sparse = toy_experts(mlp_only_layers=[1], decoder_sparse_step=2, num_hidden_layers=4, norm_topk_prob=True)
+    assert sparse.layer_kinds == ("layer", "layer", "layer", "moe")
+    assert sparse.experts is not None
+    assert (sparse.experts.count, sparse.experts.per_token, sparse.experts.ffn) == (4, 2, 4)
+    assert sparse.experts.normalize
+    mixtral = toy(model_type="mixtral", num_local_experts=2, num_experts_per_tok=1, intermediate_size=6)
+    assert mixtral.experts is not None
+    assert (mixtral.experts.ffn, mixtral.experts.normalize, mixtral.layer_kinds) == (6, True, ("moe", "moe"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None, not a positive integer"),
+        ({"num_experts": 0}, "num_experts is 0, not a positive integer"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is more than num_experts 4"),
+        ({"model_type": "mixtral"}, "num_local_experts is None, not a positive integer"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "sliding_window": 8}, "sliding_window is 8"),
+    ],
+)
+def test_experts_without_sizes_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        toy_experts(**config)
