@@ -39,6 +39,11 @@ def allow_grouped_queries(attention: Any) -> dict[str, bool]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(attention).parameters else {}
 
 
+def has_unsorted_groups() -> bool:
+    """Whether torch can number the ranks of a new group in the order in which they are given (2.13 and later)."""
+    return "sort_ranks" in inspect.signature(distributed_c10d.new_group).parameters
+
+
 def keep_vllm_cpu_weights_plain() -> None:
     """Before `LLM()` on a CPU: otherwise vLLM keeps weights only packed, linear ones as parameters of shape (0,)."""
     import vllm._custom_ops as ops

@@ -88,7 +88,9 @@ def _crossing(placement: Placement, ranks_per_node: int) -> int:
 def _grids(train: MegatronLayout, ranks_per_node: int) -> Iterator[MegatronLayout]:
     """The grid in each order of its dimensions, data parallelism whole or in two, that keeps TP groups in a node."""
     nodes_of_group = ceil(train.tp / ranks_per_node)
-    for near in (size for size in range(1, max(2, ranks_per_node)) if train.dp % size == 0):
+    # Experts have a grid of their own, in which two parts of dp might leave groups whose ranks do not ascend.
+    most = 2 if train.arch.experts is not None else max(2, ranks_per_node)
+    for near in (size for size in range(1, most) if train.dp % size == 0):
         for order in _orders(train, near):
             grid = _grid(train, order, near)
             if all(len({rank // ranks_per_node for rank in ranks}) <= nodes_of_group for ranks in _tp_groups(grid)):
@@ -98,19 +100,28 @@ def _grids(train: MegatronLayout, ranks_per_node: int) -> Iterator[MegatronLayou
 def _orders(train: MegatronLayout, near: int) -> Iterator[tuple[str, ...]]:
     """Orders that differ, in each of which dimensions of size 1 come last and `near`, the first part of dp, before dp.
 
-    Experts have a grid of their own, whose stages are those of the other layers only if pp is first or last.
+    The experts' grid has the stages of the other layers only if pp is first or last, and experts that are cut over both
+    tp and ep need tp to vary faster, because megatron-core reads what is gathered over both so.
     """
-    sizes = {"tp": max(train.tp, train.expert_tp), "cp": train.cp, "dp": train.dp // near, "pp": train.pp}
-    sizes |= {"ep": train.ep, "near": near}
+    sizes = {"tp": train.tp, "cp": train.cp, "dp": train.dp // near, "pp": train.pp, "ep": 1, "near": near}
+    if train.arch.experts is not None:
+        replicas = train.tp * train.cp * train.dp // (train.expert_tp * train.ep)
+        sizes |= {"tp": max(train.tp, train.expert_tp), "dp": max(train.dp, replicas), "ep": train.ep}
     names = [name for name in ("near", *train.order.split("-")) if sizes[name] > 1]
     rest = tuple(name for name in train.order.split("-") if name not in names)
     for order in permutations(names):
         parts = [order.index(name) for name in ("near", "dp") if name in order]
         if near > 1 and (len(parts) < 2 or parts[1] < parts[0] + 2):
             continue
-        stages = [name for name in order if name != "near"]
-        if train.arch.experts is None or "pp" not in stages or "pp" in (stages[0], stages[-1]):
+        if train.arch.experts is None or _suits_experts(train, order):
             yield (*order, *rest)
+
+
+def _suits_experts(train: MegatronLayout, order: Sequence[str]) -> bool:
+    cut_twice = min(train.ep, train.expert_tp) > 1
+    return ("pp" not in order or "pp" in (order[0], order[-1])) and not (
+        cut_twice and order.index("ep") < order.index("tp")
+    )
 
 
 def _grid(train: MegatronLayout, order: Sequence[str], near: int) -> MegatronLayout:
@@ -212,9 +223,10 @@ class _Overlaps:
         return self._least[slot]
 
     def assigned(self, held: tuple[int, ...], slots: tuple[int, ...]) -> list[int]:
-        """Which slot each of the ranks with these slices should take."""
+        """Which slot each of the ranks with these slices should take; among equals, the first takes the first."""
         if (held, slots) not in self._assigned:
-            gain = [[-self.missing(one, slot) for slot in slots] for one in held]
+            gain = [[-2 * self.missing(one, slot) for slot in slots] for one in held]
+            gain[0][0] += 1
             self._assigned[held, slots] = assign(gain)
         return self._assigned[held, slots]
 

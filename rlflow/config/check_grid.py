@@ -36,6 +36,9 @@ def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
     yield from _rank_faults("rollout", rollout, world_size, size, (ROLLOUT_TP, ROLLOUT_PP), words)
     if sorted(actor.order.split("-")) != sorted(DIMENSIONS):
         yield Fault("actor.order", actor.order, f"must name each of {', '.join(DIMENSIONS)} once", Actor.order)
+    elif config.bridge.placement == "aligned" and actor.order != Actor.order:
+        rule = f"chooses the order of the actor's dimensions itself, and actor.order is {actor.order}"
+        yield Fault("bridge.placement", "aligned", rule, "natural", ("actor.order",))
     if actor.sequence_parallel and actor.tensor_parallel_size == 1:
         yield Fault("actor.sequence_parallel", "true", f"needs {ACTOR_TP} above 1", "false", (ACTOR_TP,))
 
@@ -43,6 +46,10 @@ def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
 def model_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
     """Parallel sizes that cut the model unevenly."""
     actor_tp, rollout_tp = config.actor.tensor_parallel_size, config.rollout.tensor_parallel_size
+    if arch.head != "lm":
+        yield Fault(
+            "model.path", config.model.path, "is a score model, which generates nothing; a language model is due"
+        )
     ffn = arch.ffn if arch.has_dense_layers else 0  # experts have rules of their own
     counts = {"attention heads": arch.heads, "feed-forward channels": ffn}
     even = [size for size in _divisors(arch.heads) if ffn % size == 0]
@@ -103,6 +110,9 @@ def engine_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
     if experts is None:
         if rollout.expert_parallel:
             yield Fault(EXPERT_PARALLEL, "true", f"{arch.family} has no experts", "false")
+    elif tp > experts.count:
+        rule = f"vLLM wants no more ranks than the {experts.count} experts"
+        yield Fault(ROLLOUT_TP, tp, rule, _closest(tp, [size for size in _divisors(arch.heads) if size < tp]))
     elif rollout.expert_parallel:
         yield from _uneven(ROLLOUT_TP, tp, "experts", experts.count, _divisors(experts.count))
     else:

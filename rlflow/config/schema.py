@@ -31,7 +31,10 @@ def key(
 class Model:
     """The pretrained model that is trained and sampled from."""
 
-    path: str = key("Hugging Face folder: config.json, safetensors, tokenizer.", known_as=("model_name_or_path",))
+    path: str = key(
+        "Folder with config.json, tokenizer and weights: safetensors, or a Megatron checkpoint (torch_dist).",
+        known_as=("model_name_or_path",),
+    )
     tokenizer: str | None = key("Folder of the tokenizer; null: `model.path`.", None)
     dtype: DType = key("Number format of weights and activations; the optimizer's state is float32.", "bfloat16")
 
@@ -161,6 +164,9 @@ class Bridge:
     bucket_mib: int = key("Most MiB a rank receives in one round of the transfer.", 256, minimum=1)
     startup_proof: bool = key("Compare the bridge with vLLM's own loader at start.", True)
     checksum: bool = key("Compare what arrives in each transfer with what was sent.", False)
+    placement: Literal["natural", "aligned"] = key(
+        "Which rank trains and samples which slice: as `actor.order` says, or so that fewest bytes move.", "natural"
+    )
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,10 @@ _EXPERT_GROUPS: dict[str, tuple[str, ...]] = {  # the same, for dimensions of th
 class Grid:
     """Groups of a role. Making one is collective over the whole default world, members or not.
 
-    `ranks` are taken in ascending order, which is also their order in every group; the first dimension of `order`
-    varies fastest. Of the ranks of a pipeline stage `expert` times `expert_tensor` (by default as many as `tensor`)
-    hold a whole set of routed experts. Raises UserError where the ranks cannot be laid out.
+    `ranks` fill the grid as they are given, the first dimension of `order` varying fastest; in every group they must
+    ascend, which is all that torch's groups can do everywhere. Of the ranks of a pipeline stage `expert` times
+    `expert_tensor` (by default as many as `tensor`) hold a whole set of routed experts. Raises UserError where the
+    ranks cannot be laid out.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Grid:
         order: str = "tp-cp-ep-dp-pp",
         timeout_seconds: float = 600,
     ) -> None:
-        self.ranks = tuple(sorted(range(dist.get_world_size()) if ranks is None else ranks))
+        self.ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         self.order = tuple(order.split("-"))
         if sorted(self.order) != sorted(DIMENSIONS):
             raise UserError("order", f"{order!r} must name each of {', '.join(DIMENSIONS)} once")
@@ -97,6 +98,11 @@ class Grid:
         if min(self.ep, self.etp) > 1 and self.order.index("ep") < self.order.index("tp"):
             # megatron reads token counts gathered over both as [ep, tp], and groups are in the order of ranks.
             raise UserError("order", f"{order!r} lets ep vary faster than tp, which experts cut over both cannot have")
+        for name in DIMENSIONS:
+            for layout in (self._layout, self._expert_layout):
+                groups = ([self.ranks[place] for place in group] for group in layout.get_rank_enum([name]))
+                if descending := [group for group in groups if group != sorted(group)]:
+                    raise UserError("ranks", f"a {name} group would have its ranks in the order {descending[0]}")
 
     @property
     def tp(self) -> int:

@@ -43,17 +43,18 @@ class VLLMRollout:
         bucket_bytes: most bytes that a rank receives in one round of a sync.
         prove: compare bridge and vLLM's loader at start, see `megatron_bridge.proof`.
         checksum: compare what arrives in each sync with what was sent.
+        ranks: the job's ranks that roll out in the order in which replicas take them; None: ascending.
     """
 
     def __init__(
         self, architecture: Architecture, model_path: str, config: Rollout, tokenizer: sampling.Tokenizer, *,
         dtype: str, seed: int, timeout_seconds: float = 600, bucket_bytes: int = 256 << 20, prove: bool = True,
-        checksum: bool = False,
+        checksum: bool = False, ranks: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self._architecture, self._config, self._tokenizer, self._seed = architecture, config, tokenizer, seed
         self._rank = dist.get_rank()
         self.replicas = Replicas(
-            rollout_ranks(config.ranks, dist.get_world_size()), config.tensor_parallel_size,
+            ranks or rollout_ranks(config.ranks, dist.get_world_size()), config.tensor_parallel_size,
             config.pipeline_parallel_size,
         )  # fmt: skip
         layout = VLLMLayout(

@@ -9,6 +9,7 @@ import datetime
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,13 +64,15 @@ def rollout_ranks(ranks: str | Sequence[int], world_size: int) -> tuple[int, ...
 def vllm_world(ranks: tuple[int, ...], timeout_seconds: float) -> Iterator[bool]:
     """Inside, the default process group of a rollout rank holds `ranks` alone; yields whether this rank is one.
 
-    Every rank of the job must enter. Groups made inside exist on the members only. torch names groups by a counter, so
+    Ranks that do not ascend are numbered as they are listed, which needs `compat.has_unsorted_groups()`. Every rank of
+    the job must enter. Groups made inside exist on the members only. torch names groups by a counter, so
     the counters are set to the largest afterwards: setting them back would give a name twice.
     """
-    if len(ranks) == dist.get_world_size():
+    if ranks == tuple(range(dist.get_world_size())):
         yield True
         return
-    group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))
+    unsorted: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds), **unsorted)
     rank = dist.get_rank()
     if rank in ranks:
         with _default_group(group), _environment(RANK=ranks.index(rank), WORLD_SIZE=len(ranks)):

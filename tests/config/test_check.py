@@ -56,6 +56,8 @@ def test_the_example_is_good(tmp_path: Path) -> None:
                                          "nearest: false"),
         ("actor.order=tp-dp-pp", "actor.order = tp-dp-pp: must name each of tp, cp, ep, dp, pp once; "
                                  "nearest: tp-cp-ep-dp-pp"),
+        ("bridge.placement=aligned actor.order=pp-tp-cp-ep-dp", "bridge.placement = aligned: chooses the order of the "
+         "actor's dimensions itself, and actor.order is pp-tp-cp-ep-dp; nearest: natural"),
         ("trainer.resume=atuo", "trainer.resume = atuo: must be auto, never or the folder of a checkpoint; "
                                 "nearest: auto"),
         ("trainer.prompts_per_step=100", "trainer.prompts_per_step"),
@@ -117,6 +119,13 @@ def test_experts(tmp_path: Path, override: str, message: str) -> None:
     found = faults(tmp_path, f"model.path={tmp_path}", *override.split(), world_size=4)
     assert message in found
     assert faults(tmp_path, f"model.path={tmp_path}", "actor.expert_parallel_size=4", world_size=4) == []
+
+
+def test_a_score_model_is_no_actor(tmp_path: Path) -> None:
+    model = {**json.loads((QWEN / "config.json").read_text()), "architectures": ["Qwen2ForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps({**model, "num_labels": 1}))
+    rule = "is a score model, which generates nothing; a language model is due"
+    assert faults(tmp_path, f"model.path={tmp_path}") == [f"model.path = {tmp_path}: {rule}"]
 
 
 def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:

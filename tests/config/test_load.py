@@ -110,7 +110,7 @@ def test_unknown_keys_name_the_nearest(override: str, nearest: str) -> None:
 
 def test_unknown_keys_without_a_near_one_list_what_there_is() -> None:
     (fault,) = faults_of({"bridge": {"zzz": 1}})
-    assert fault == "bridge.zzz = 1: unknown key; bridge has bucket_mib, startup_proof, checksum"
+    assert fault == "bridge.zzz = 1: unknown key; bridge has bucket_mib, startup_proof, checksum, placement"
     (fault,) = faults_of({}, "+x.y=1")
     assert fault.startswith("+x.y = 1: unknown section; sections are model, actor, ")
 

@@ -35,6 +35,14 @@ def test_the_order_of_dimensions_is_free(world: Callable[..., Any]) -> None:
     assert [rank["tp"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
+def test_data_parallelism_may_lie_on_both_sides_of_tensor_parallelism(world: Callable[..., Any]) -> None:
+    ranks = world(4, groups_here, {"ranks": [0, 2, 1, 3], "tensor": 2})
+    assert [rank["tp"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [rank["dp"] for rank in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    message = world(4, refused, {"ranks": [2, 0, 1, 3], "tensor": 2})[0]
+    assert message == "ranks: a tp group would have its ranks in the order [2, 0]"
+
+
 def test_a_grid_may_leave_ranks_out(world: Callable[..., Any]) -> None:
     ranks = world(4, groups_here, {"ranks": [1, 3], "tensor": 2})
     assert [rank["tp"] for rank in ranks] == [None, [1, 3], None, [1, 3]]

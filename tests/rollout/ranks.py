@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from megatron_bridge.boxes import Param, stack
 from megatron_bridge.errors import UserError
+from megatron_bridge.execute import connect
 from megatron_bridge.families import load_architecture
 from megatron_bridge.files import open_hf
-from megatron_bridge.layouts import HFLayout, VLLMLayout
+from megatron_bridge.layouts import HFLayout, MegatronLayout, VLLMLayout
 from megatron_bridge.proof import prove
 from rlflow import parallel
 from rlflow.batch.batch import Batch
@@ -32,7 +33,7 @@ Keys = list[tuple[str, int, tuple[int, ...]]]
 
 def start(folder: Path, *, tensor: int = 1, pipeline: int = 1, experts: bool = False, ranks: Any = "all",
           deterministic: bool = True, prove: bool = False, stop: tuple[int, ...] = (), dtype: str = "float32",
-          bucket_bytes: int = 256 << 20) -> VLLMRollout:  # fmt: skip
+          bucket_bytes: int = 256 << 20, numbering: tuple[int, ...] | None = None) -> VLLMRollout:  # fmt: skip
     from transformers import AutoTokenizer
 
     config = Rollout(
@@ -42,7 +43,7 @@ def start(folder: Path, *, tensor: int = 1, pipeline: int = 1, experts: bool = F
     )  # fmt: skip
     return VLLMRollout(
         load_architecture(folder), str(folder), config, AutoTokenizer.from_pretrained(folder), dtype="float32", seed=7,
-        timeout_seconds=TIMEOUT, prove=prove, bucket_bytes=bucket_bytes,
+        timeout_seconds=TIMEOUT, prove=prove, bucket_bytes=bucket_bytes, ranks=numbering,
     )  # fmt: skip
 
 
@@ -224,6 +225,23 @@ def on_subsets(folder: Path, subsets: list[tuple[int, ...]]) -> list[tuple[Keys,
         dist.all_reduce(everyone, group=dist.new_group(list(range(dist.get_world_size()))))
         found.append((samples, everyone.item()))
     return found
+
+
+def numbered(folder: Path, numbering: tuple[int, ...]) -> tuple[Keys, dict[str, float]]:
+    """What an engine samples whose first rank is numbering[0], its second numbering[1], …; and the sync's bytes.
+
+    The actor holds rows of rank r's slice where that slice is rank r's in the engine too, by an order of its own.
+    """
+    rollout = start(folder, tensor=len(numbering), prove=True, numbering=numbering)
+    actor = MegatronLayout(load_architecture(folder), len(numbering), ranks=numbering)
+    source, held = HFLayout(actor.arch, tuple(range(dist.get_world_size()))), open_hf(folder)
+    rank = dist.get_rank()
+    mine = {name: torch.empty(param.shape) for name, param in actor.parameters(rank).items()}
+    connect(source, held, actor, mine, rank=rank, dtype=torch.float32).run()
+    traffic = rollout.sync(actor, mine)
+    samples = rollout.generate(prompts(), n=3, temperature=0.7, step=2)
+    rollout.shutdown()
+    return keys(samples), {"received": traffic.received, "in_place": rollout.weights.in_place}
 
 
 def shared_memory() -> set[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_bridge import compat
 from tests.rollout import ranks
 from tests.rollout.ranks import RESPONSE, STOPS, Alone, Keys
 from tests.workers import World
@@ -143,6 +144,13 @@ def test_more_tensor_parallel_ranks_than_kv_heads_repeat_them(world: World, tiny
     for proven, gap in world(2, ranks.proven_gap, tiny_model("qwen2", True, num_key_value_heads=1), 2):
         assert proven
         assert gap < 1e-4
+
+
+@pytest.mark.skipif(not compat.has_unsorted_groups(), reason="torch sorts the ranks of every group")
+def test_an_engine_may_number_its_ranks_anew(world: World, llama: Path, alone_keys: list[Keys]) -> None:
+    first, second = world(2, ranks.numbered, llama, (1, 0))
+    assert (first[0], second[0]) == ([], alone_keys[0])
+    assert first[1] == second[1] == {"received": 0, "in_place": True}
 
 
 def test_a_subset_of_the_ranks_rolls_out(world: World, llama: Path, alone_keys: list[Keys]) -> None:
