@@ -233,9 +233,10 @@ def announce(config: Config, architecture: Architecture) -> None:
     data = len(rollout_ranks(config.actor.ranks, world)) // (tensor * pipeline)
     rollout = config.rollout
     size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
+    experts = f", experts EP{config.actor.expert_parallel_size}" if architecture.experts is not None else ""
     log.info(
-        "%s of %s parameters in %s; actor TP%d × PP%d × DP%d, rollout %d × %s; %d ranks on %s",
-        architecture.family, f"{parameters:,}", config.model.dtype, tensor, pipeline, data,
+        "%s of %s parameters in %s; actor TP%d × PP%d × DP%d%s, rollout %d × %s; %d ranks on %s",
+        architecture.family, f"{parameters:,}", config.model.dtype, tensor, pipeline, data, experts,
         len(rollout_ranks(rollout.ranks, world)) // size, replica_words(rollout), world,
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
     )  # fmt: skip
