@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.devices import save_qwen
+from tests.gpu.devices import EXPERTS, save_qwen
 from tests.workers import World
 
 
@@ -35,3 +35,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shallow_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape with four layers, for whole runs, whose checkpoints are then a third of the size."""
     return save_qwen(tmp_path_factory.mktemp("shallow_qwen"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3-MoE."""
+    return save_qwen(tmp_path_factory.mktemp("experts"), "qwen3_moe", **EXPERTS)

@@ -26,6 +26,24 @@ QWEN_0_5B: dict[str, Any] = {
 """The shape of Qwen2.5-0.5B; the ids are those of the tests' tokenizer."""
 
 
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+"""A small Qwen3-MoE with the proportions of a real one."""
+
+
 def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
     """Marks of a test module that needs GPUs; elsewhere its tests are skipped."""
     return [
@@ -34,11 +52,11 @@ def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
     ]
 
 
-def save_qwen(folder: Path, **overrides: Any) -> Path:
+def save_qwen(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
     """A random bfloat16 model in Qwen2.5-0.5B's shape, drawn on the GPU, with logits that spread like real ones."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model("qwen2", **{**QWEN_0_5B, **overrides})
+    config = AutoConfig.for_model(family, **{**QWEN_0_5B, **overrides})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -90,12 +90,14 @@ class Gap:
         return cls(delta.abs().max().item(), delta.abs().mean().item(), (delta.exp() - delta - 1).mean().item())
 
 
-def start_rollout(folder: Path, *, tensor: int = 1, ranks: Any = "all", prove: bool = False) -> VLLMRollout:
+def start_rollout(
+    folder: Path, *, tensor: int = 1, ranks: Any = "all", prove: bool = False, **options: Any
+) -> VLLMRollout:
     from transformers import AutoTokenizer
 
     config = Rollout(
         ranks=ranks, tensor_parallel_size=tensor, max_prompt_length=256, max_response_length=128, kv_cache_gib=1.0,
-        max_num_seqs=64,
+        max_num_seqs=64, **options,
     )  # fmt: skip
     return VLLMRollout(
         load_architecture(folder), str(folder), config, AutoTokenizer.from_pretrained(folder), dtype="bfloat16",
