@@ -47,3 +47,22 @@ def test_a_cpu_has_neither_graphs_nor_sleep() -> None:
     on_gpu = engine_options(QWEN2_0B5, config, dtype="bfloat16", timeout_seconds=5, on_gpu=True)
     assert not on_gpu["enforce_eager"]
     assert on_gpu["enable_sleep_mode"]
+
+
+def test_pipeline_stages_hold_the_cache_of_their_own_layers() -> None:
+    config = Rollout(max_prompt_length=100, max_response_length=28, max_num_seqs=4)
+    stage = dataclasses.replace(config, pipeline_parallel_size=4)
+    assert cache_bytes(QWEN2_0B5, stage, "float16") == cache_bytes(QWEN2_0B5, config, "float16") // 4
+
+
+def test_vllm_is_told_how_the_model_is_cut_and_kept() -> None:
+    config = Rollout(pipeline_parallel_size=2, expert_parallel=True, quantization="fp8")
+    options = engine_options(QWEN2_0B5, config, dtype="bfloat16", timeout_seconds=5, on_gpu=True)
+    assert options["pipeline_parallel_size"] == 2
+    assert options["enable_expert_parallel"] is True
+    assert options["quantization"] == "fp8"
+
+
+def test_a_cpu_does_not_quantize() -> None:
+    with pytest.raises(UserError, match=r"rollout\.quantization: fp8 needs a GPU: set it to null on a CPU"):
+        engine_options(QWEN2_0B5, Rollout(quantization="fp8"), dtype="bfloat16", timeout_seconds=5, on_gpu=False)
