@@ -1,0 +1,64 @@
+"""Rules of how vLLM cuts a model into ranks and stages, and of the number format that it keeps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlflow.config import assemble
+from rlflow.errors import UserError
+from tests.config.examples import QWEN, tree
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+
+
+def faults(folder: Path, overrides: str, world_size: int, experts: bool) -> list[str]:
+    config = tree(folder)
+    if experts:
+        model = json.loads((QWEN / "config.json").read_text())
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps({**model, **EXPERTS, "use_sliding_window": False}))
+        config["model"] = {"path": str(folder / "model")}
+    try:
+        assemble(config, overrides.split(), world_size=world_size, purpose="generate")
+    except UserError as error:
+        return [line.strip() for line in error.message.splitlines()[1:]]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "experts"),
+    [
+        ("rollout.pipeline_parallel_size=4", 8, False),
+        ("rollout.tensor_parallel_size=2 rollout.expert_parallel=true", 2, True),
+        ("rollout.tensor_parallel_size=4", 4, True),
+        ("rollout.quantization=fp8", 1, False),
+        ("rollout.dtype=float16", 1, False),
+    ],
+)
+def test_what_vllm_can_do_is_accepted(tmp_path: Path, overrides: str, world_size: int, experts: bool) -> None:
+    assert faults(tmp_path, overrides, world_size, experts) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "experts", "message"),
+    [
+        ("rollout.pipeline_parallel_size=3", 3, False,
+         "rollout.pipeline_parallel_size = 3: 28 layers do not divide over 3: divisors are 1, 2, 4, 7, 14, 28; "
+         "nearest: 4"),
+        ("rollout.tensor_parallel_size=2 rollout.pipeline_parallel_size=2", 6, False,
+         "rollout.tensor_parallel_size = 2: 6 ranks do not divide into vLLM replicas of TP × PP = 4"),
+        ("rollout.expert_parallel=true", 1, False,
+         "rollout.expert_parallel = true: qwen2 has no experts; nearest: false"),
+        ("rollout.tensor_parallel_size=4 rollout.expert_parallel=true", 4, True,
+         "rollout.tensor_parallel_size = 4: 6 experts do not divide over 4: divisors are 1, 2, 3, 6; nearest: 3"),
+        ("rollout.tensor_parallel_size=7", 7, True,
+         "rollout.tensor_parallel_size = 7: vLLM wants no more ranks than the 6 experts; nearest: 4"),
+        ("rollout.quantization=fp8 rollout.dtype=float32", 1, False,
+         "rollout.quantization = fp8: weights are quantized from 16 bits: set rollout.dtype; nearest: null"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_do_is_refused(
+    tmp_path: Path, overrides: str, world_size: int, experts: bool, message: str
+) -> None:
+    assert message in faults(tmp_path, overrides, world_size, experts)
