@@ -230,7 +230,6 @@ def candidates(arch: Architecture, name: str) -> Iterator[tuple[Stored, ...]]:
     """Every way in which a parameter of this full name may be stored, as the places of its parts one after another."""
     for homogeneous in (True, False):
         yield (stored(arch, name, homogeneous),)
-    yield tuple(Stored(f"{name}{suffix}", part=i) for i, suffix in enumerate(GATED))
     single = EXPERT.sub(r"mlp.experts.experts.\1.", name)
     yield (Stored(single),)
     yield tuple(Stored(f"{single}{suffix}", part=i) for i, suffix in enumerate(GATED))
