@@ -15,9 +15,17 @@ def split_layers(arch: Architecture, stages: int) -> tuple[int, ...]:
     """
     if stages == 1:
         return (arch.layers,)
-    layer = arch.hidden * (2 * arch.heads * arch.head_dim + 2 * arch.kv_heads * arch.head_dim + 3 * arch.ffn)
-    head = SCORED_PART * arch.vocab * arch.hidden / layer
+    attention = 2 * arch.heads * arch.head_dim + 2 * arch.kv_heads * arch.head_dim
+    width = sum(_width(arch, layer) for layer in range(arch.layers)) / arch.layers
+    head = SCORED_PART * arch.vocab / (attention + 3 * width) if arch.head == "lm" else 0.0
     return min(_allowed(arch.layers, stages), key=lambda split: (max(*split[:-1], split[-1] + head), max(split)))
+
+
+def _width(arch: Architecture, layer: int) -> int:
+    """Neurons that a token meets in a layer."""
+    if arch.experts is None or not arch.has_experts(layer):
+        return arch.ffn
+    return arch.experts.per_token * arch.experts.ffn + arch.experts.shared_ffn
 
 
 def _allowed(layers: int, stages: int) -> list[tuple[int, ...]]:

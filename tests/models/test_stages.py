@@ -34,3 +34,13 @@ def test_the_last_stage_has_fewer_layers_for_its_head() -> None:
 def test_a_small_vocabulary_leaves_stages_even() -> None:
     assert split(2, vocab_size=64) == (15, 15)
     assert split(5, vocab_size=64) == (6, 6, 6, 6, 6)
+
+
+def test_a_head_weighs_more_beside_narrow_experts() -> None:
+    # two experts of 192 neurons a token: 1.55M weights a layer, so that the head costs as much as 9 layers
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+    assert split(2, model_type="qwen3_moe", **experts) == (20, 10)
+
+
+def test_a_score_costs_nothing() -> None:
+    assert split(2, architectures=["LlamaForSequenceClassification"], num_labels=1) == (15, 15)
