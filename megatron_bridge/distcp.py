@@ -74,6 +74,20 @@ def is_torch_dist(folder: str | Path) -> bool:
 
 
 # ---------------------------------------------------------------- metadata
+DESCRIBING = {  # what torch's metadata is made of; every other name in a pickle stays a name
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("collections", "OrderedDict"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),  # as torch 2.2 and older wrote
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+}  # fmt: skip
+
+
 class _Inert:
     """Stands for what a checkpoint's metadata says to others; nothing that a pickle names is run."""
 
@@ -88,12 +102,9 @@ class _MetadataReader(pickle.Unpickler):
     """Reads metadata with torch's own classes for it; everything else becomes `_Inert`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("torch.distributed.checkpoint.") or (module, name) in (
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        ):
+        if (module, name) in DESCRIBING:
             return super().find_class(module, name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         return _Inert
 

@@ -85,6 +85,7 @@ def one_rank(arch: Architecture) -> MegatronLayout:
     return MegatronLayout(arch)
 
 
+@lru_cache(maxsize=64)
 def whole_params(arch: Architecture, kind: str) -> dict[str, Param]:
     """The uncut parameters of a unit kind by name; a vocabulary without padding."""
     base = one_rank(arch)

@@ -203,14 +203,20 @@ def test_broken_files_are_named(written: Path) -> None:
     refused(written, ".metadata: broken or not of a torch_dist checkpoint")
 
 
-def test_metadata_runs_no_code(written: Path) -> None:
-    class Malice:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(written / "owned"),)
+@pytest.mark.parametrize("module", ["os", "torch.distributed.checkpoint.filesystem"])
+def test_metadata_runs_no_code(written: Path, module: str) -> None:
+    """A pickle may name what a module imports, too: `os.mkdir` of either."""
 
-    (written / ITERATION / ".metadata").write_bytes(pickle.dumps(Malice()))
+    def text(value: str) -> bytes:
+        return b"\x8c" + bytes([len(value)]) + value.encode()
+
+    owned = os.path.relpath(written / "owned")
+    call = text(module) + text("mkdir" if module == "os" else "os.mkdir") + b"\x93" + text(owned) + b"\x85R."
+    (written / ITERATION / ".metadata").write_bytes(b"\x80\x04" + call)
     refused(written, ".metadata: broken or not of a torch_dist checkpoint")
     assert not (written / "owned").exists()
+    pickle.loads(b"\x80\x04" + call)
+    assert (written / "owned").exists()
 
 
 def test_keys_that_do_not_fit_the_model_are_named(written: Path) -> None:
