@@ -13,6 +13,9 @@ import torch
 import torch.distributed.distributed_c10d as distributed_c10d
 
 
+PACKED = (torch.float32, torch.bfloat16)  # what oneDNN multiplies on every CPU
+
+
 def mlp_submodules(mlp: Any) -> list[Any]:
     """The submodules of every MLP in megatron-core's description of one, or of a layer of experts.
 
@@ -52,6 +55,21 @@ def keep_vllm_cpu_weights_plain() -> None:
     ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
     _keep_vllm_cpu_experts_plain()
+    _rotate_vllm_cpu_slices()
+
+
+@functools.cache
+def _rotate_vllm_cpu_slices() -> None:
+    """Rotate a part of each head, as latent attention does, by torch: vLLM 0.32's kernel rotates other channels."""
+    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+    by_kernel = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        sliced = query.dim() > 2 and not query.is_contiguous()
+        return self.forward_native(positions, query, key) if sliced else by_kernel(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate
 
 
 @functools.cache
@@ -151,7 +169,7 @@ def _pack_vllm_cpu_weights(model: torch.nn.Module) -> None:
     onednn = hasattr(torch.ops._C, "create_onednn_mm_handler")
     layers: Iterable[Any] = model.modules()
     for layer in layers:
-        if onednn and hasattr(layer, "cpu_linear") and layer.weight.dim() == 2:
+        if onednn and hasattr(layer, "cpu_linear") and layer.weight.dim() == 2 and layer.weight.dtype in PACKED:
             packed = ops.create_onednn_mm(layer.weight.t())
             layer.cpu_linear = lambda x, weight, bias, packed=packed: ops.onednn_mm(packed, x, bias)
         elif hasattr(layer, "w13_weight"):

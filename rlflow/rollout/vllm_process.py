@@ -101,6 +101,9 @@ def engine_options(
         "seed": 0,
         "enforce_eager": not (on_gpu and config.cuda_graphs),
     }
+    if (experts := architecture.experts) is not None and experts.score == "sigmoid":
+        # transformers writes configs without these, which vLLM takes to mean another router.
+        options["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if not on_gpu:
         # Of its latent attentions the one for CPUs with matrix tiles packs weights away.
         latent = {"attention_backend": "CPU_MLA"} if architecture.latent is not None else {}
