@@ -98,11 +98,13 @@ class Grid:
         if min(self.ep, self.etp) > 1 and self.order.index("ep") < self.order.index("tp"):
             # megatron reads token counts gathered over both as [ep, tp], and groups are in the order of ranks.
             raise UserError("order", f"{order!r} lets ep vary faster than tp, which experts cut over both cannot have")
-        for name in DIMENSIONS:
-            for layout in (self._layout, self._expert_layout):
-                groups = ([self.ranks[place] for place in group] for group in layout.get_rank_enum([name]))
+        both = [["tp", "ep"]] if min(self.ep, self.etp) > 1 else []
+        for layout, further in ((self._layout, []), (self._expert_layout, both)):
+            for names in [[name] for name in DIMENSIONS] + further:
+                groups = ([self.ranks[place] for place in group] for group in layout.get_rank_enum(names))
                 if descending := [group for group in groups if group != sorted(group)]:
-                    raise UserError("ranks", f"a {name} group would have its ranks in the order {descending[0]}")
+                    named = "-".join(names)
+                    raise UserError("ranks", f"a {named} group would have its ranks in the order {descending[0]}")
 
     @property
     def tp(self) -> int:
@@ -182,4 +184,6 @@ class Grid:
             if key not in made:
                 made[key], _ = dist.new_subgroups_by_enumeration(enumeration, timeout=self._timeout)
             setattr(groups, name, made[key])
+        # megatron 0.19 can shard weights along one more dimension; its grouped experts ask even where there is none
+        groups.expt_gtp_remat, groups.expt_dp_gtp_remat = None, groups.expt_dp
         return groups

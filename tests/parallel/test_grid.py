@@ -116,6 +116,8 @@ def test_experts_that_do_not_fit_the_ranks_are_refused(world: Callable[..., Any]
     assert "put pp first or last" in world(4, refused, {"pipeline": 2, "expert": 2, "order": "tp-cp-dp-pp-ep"})[0]
     order = {"tensor": 2, "expert": 2, "order": "ep-tp-cp-dp-pp"}
     assert "lets ep vary faster than tp" in world(4, refused, order)[0]
+    across = {"tensor": 2, "expert": 2, "ranks": [0, 2, 1, 3]}
+    assert "a tp-ep group would have its ranks in the order [0, 2, 1, 3]" in world(4, refused, across)[0]
 
 
 def expert_places(options: dict[str, Any], layout: dict[str, Any]) -> list[Any]:
