@@ -124,6 +124,12 @@ class Architecture:
         """Whether some layer's feed-forward part is of the usual kind."""
         return not all(map(self.has_experts, range(self.layers)))
 
+    def cached_numbers(self, tp: int) -> int:
+        """Numbers that an engine's cache holds of a token in a layer, on each of `tp` ranks."""
+        if self.latent is not None:
+            return self.latent.kv_rank + self.latent.rope  # what all heads share
+        return 2 * max(1, self.kv_heads // tp) * self.head_dim
+
     def size(self, axis: str) -> int:
         """Length of an axis by the name that family declarations use (`hidden`, `queries`, …)."""
         return self._sizes[axis] if axis in self._sizes else getattr(self, axis)

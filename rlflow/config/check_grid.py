@@ -135,10 +135,10 @@ def length_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
             "rollout.max_response_length", rollout.max_response_length, f"{rule}; the model has {arch.max_positions}",
             str(spare) if spare > 0 else f"{half} with rollout.max_prompt_length={half}", lengths,
         )  # fmt: skip
-    kv_heads = max(1, arch.kv_heads // max(1, rollout.tensor_parallel_size))
+    numbers = arch.cached_numbers(max(1, rollout.tensor_parallel_size))
     number_bytes = 4 if (rollout.dtype or config.model.dtype) == "float32" else 2
     layers = -(-arch.layers // max(1, rollout.pipeline_parallel_size))
-    needed = total * 2 * layers * kv_heads * arch.head_dim * number_bytes / 2**30
+    needed = total * layers * numbers * number_bytes / 2**30
     if rollout.kv_cache_gib < needed:
         rule = f"one sequence of {total} tokens needs {needed:.3g} GiB"
         reads = (*lengths, "rollout.dtype", "model.dtype", ROLLOUT_TP, ROLLOUT_PP)

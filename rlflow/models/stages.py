@@ -15,10 +15,19 @@ def split_layers(arch: Architecture, stages: int) -> tuple[int, ...]:
     """
     if stages == 1:
         return (arch.layers,)
-    attention = 2 * arch.heads * arch.head_dim + 2 * arch.kv_heads * arch.head_dim
     width = sum(_width(arch, layer) for layer in range(arch.layers)) / arch.layers
-    head = SCORED_PART * arch.vocab / (attention + 3 * width) if arch.head == "lm" else 0.0
+    head = SCORED_PART * arch.vocab / (_attention(arch) + 3 * width) if arch.head == "lm" else 0.0
     return min(_allowed(arch.layers, stages), key=lambda split: (max(*split[:-1], split[-1] + head), max(split)))
+
+
+def _attention(arch: Architecture) -> float:
+    """Weights of a layer's attention, by hidden channel."""
+    if (latent := arch.latent) is None:
+        return 2 * (arch.heads + arch.kv_heads) * arch.head_dim
+    queries, keys = arch.heads * (latent.nope + latent.rope), arch.heads * (latent.nope + latent.value)
+    down = latent.query_rank + latent.kv_rank + latent.rope
+    up = queries * (latent.query_rank or arch.hidden) + keys * latent.kv_rank
+    return down + up / arch.hidden + arch.heads * latent.value
 
 
 def _width(arch: Architecture, layer: int) -> int:

@@ -120,12 +120,9 @@ def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
     UserError where not even one fits.
     """
     blocks = -(-(config.max_prompt_length + config.max_response_length) // BLOCK_TOKENS) + 1
-    heads = max(1, architecture.kv_heads // config.tensor_parallel_size)
     layers = architecture.layers // config.pipeline_parallel_size
-    channels = 2 * heads * architecture.head_dim
-    if (latent := architecture.latent) is not None:
-        channels = latent.kv_rank + latent.rope  # of all heads, on every rank
-    token = layers * channels * getattr(torch, dtype).itemsize
+    numbers = architecture.cached_numbers(config.tensor_parallel_size)
+    token = layers * numbers * getattr(torch, dtype).itemsize
     sequence = blocks * BLOCK_TOKENS * token
     if config.kv_cache_gib * GIB < sequence:
         message = f"{config.kv_cache_gib} GiB hold no sequence of full length, which takes {sequence / GIB:.3g} GiB"
