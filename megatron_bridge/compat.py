@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as distributed_c10d
 
-
 PACKED = (torch.float32, torch.bfloat16)  # what oneDNN multiplies on every CPU
 
 

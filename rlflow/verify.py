@@ -13,12 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_bridge.families import Architecture, load_architecture
+from megatron_bridge.families import load_architecture
 from rlflow import job, parallel
 from rlflow.batch.batch import Batch
 from rlflow.batch.sample import Prompt
 from rlflow.config import Config
 from rlflow.data.encode import load_tokenizer
+from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from rlflow.rollout.weights import WeightReceiver
 
@@ -33,10 +34,13 @@ def verify(config: Config, *, parity: bool) -> int:
         job.start(config)
         config = _to_verify(config)
         architecture = load_architecture(config.model.path)
-        rollout = job.start_rollout(config, architecture, load_tokenizer(config.model.tokenizer or config.model.path))
+        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+        placed = job.place(config, architecture)
+        rollout = job.start_rollout(config, architecture, tokenizer, placed.rollout.ranks)
         lines, good = table(rollout.weights), rollout.weights.in_place or config.rollout.quantization is not None
         if parity:
-            line, agree = _parity(config, architecture, rollout)
+            actor = job.start_engine(config, architecture, job.actor_grid(config, placed.train), trained=False)
+            line, agree = _parity(config, actor, rollout)
             lines, good = [*lines, line], good and agree
         if job.is_main(config):
             print("\n".join(lines), flush=True)
@@ -63,15 +67,14 @@ def _to_verify(config: Config) -> Config:
     return replace(config, rollout=rollout, bridge=replace(config.bridge, startup_proof=True))
 
 
-def _parity(config: Config, architecture: Architecture, rollout: VLLMRollout) -> tuple[str, bool]:
-    """Log-probs of the engine's samples, by the engine and by the trainer whose weights it has taken."""
-    engine = job.start_engine(config, architecture, job.actor_grid(config), trained=False)
-    rollout.sync(engine.layout, engine.parameters_by_name())
-    prompts = list(random_prompts(architecture.vocab, config.rollout.max_prompt_length))
+def _parity(config: Config, actor: Engine, rollout: VLLMRollout) -> tuple[str, bool]:
+    """Log-probs of the engine's samples, by the engine and by the actor whose weights it has taken."""
+    rollout.sync(actor.layout, actor.parameters_by_name())
+    prompts = list(random_prompts(actor.layout.arch.vocab, config.rollout.max_prompt_length))
     samples = _gathered(rollout.generate(prompts, n=1, temperature=1.0, step=0))
     batch = Batch.from_samples(samples, {prompt.id: number for number, prompt in enumerate(prompts)})
-    found = engine.log_probs(batch, 1.0).cpu()
-    gaps = (found - batch.tokens["rollout_log_probs"]).abs() if engine.grid.is_member else found
+    found = actor.log_probs(batch, 1.0).cpu()
+    gaps = (found - batch.tokens["rollout_log_probs"]).abs() if actor.grid.is_member else found
     largest = LARGEST_GAP[config.rollout.quantization or config.rollout.dtype or config.model.dtype]
     mean = max(_gathered([gaps.mean().item()]))
     words = f"log-probs of {len(gaps)} sampled tokens: engine and trainer differ by {mean:.1e} on average"

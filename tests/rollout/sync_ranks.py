@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_bridge import compat
 from megatron_bridge.checkpoints import load_hf
 from megatron_bridge.errors import SyncError, UserError
 from megatron_bridge.execute import Traffic
 from megatron_bridge.families import load_architecture
-from megatron_bridge.layouts import MegatronLayout
+from megatron_bridge.layouts import Layout, MegatronLayout
 from rlflow.batch.sample import Sample
 from rlflow.rollout.engine import NotReady
 from rlflow.rollout.vllm_engine import VLLMRollout
@@ -57,15 +58,32 @@ def sync(folder: Path, engine: dict[str, Any], source: dict[str, Any], lost: str
     return seen
 
 
+def cast(folder: Path, pairs: list[tuple[str, str]]) -> list[dict[str, bool]]:
+    """For each (trainer's, engine's) dtype: which of the engine's parameters hold the trainer's, cast, bit for bit."""
+    found = []
+    for given, kept in pairs:
+        rollout = start(folder, prove=True, dtype=kept)
+        rollout.sync(*megatron(folder, {}, getattr(torch, given)))
+        expected = _filled(folder, rollout.weights.layout, getattr(torch, given))
+        live = compat.vllm_weights(rollout._llm)
+        found.append({name: torch.equal(live[name], one.to(getattr(torch, kept))) for name, one in expected.items()})
+        rollout.shutdown()
+    return found
+
+
 def megatron(
     folder: Path, grid: dict[str, Any], dtype: torch.dtype = torch.float32
 ) -> tuple[MegatronLayout, dict[str, torch.Tensor]]:
     """A model as the ranks of a grid hold it, without megatron-core."""
     layout = MegatronLayout(load_architecture(folder), **grid)
+    return layout, _filled(folder, layout, dtype)
+
+
+def _filled(folder: Path, layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     rank = dist.get_rank()
     tensors = {name: torch.empty(param.shape, dtype=dtype) for name, param in layout.parameters(rank).items()}
     load_hf(folder, layout, tensors, rank=rank)
-    return layout, tensors
+    return tensors
 
 
 def _sample(rollout: VLLMRollout) -> list[Sample]:

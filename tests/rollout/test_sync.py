@@ -46,6 +46,13 @@ def test_engines_sample_from_megatrons_weights(
         refused(found, lost)
 
 
+def test_senders_cast_to_the_engines_number_format(world: World, tiny_model: Callable[..., Path]) -> None:
+    pairs = [("float32", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "float32")]
+    for found in world(1, sync_ranks.cast, tiny_model("qwen3", True), pairs)[0]:
+        assert len(found) > 30
+        assert all(found.values())
+
+
 def refused(found: list[Synced], lost: str) -> None:
     """Rank 0, which lacks a tensor, names it with its fused target; nobody generates from a half-updated engine."""
     for in_place in (True, False):
