@@ -6,7 +6,7 @@ would have other sizes than the peers expect: a hang, or wrong weights. Here it 
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def require_agreement(transfer: "Transfer", group: Group) -> None:
     """Raise SyncError where ranks have different settings, ValueError where what is sent is too narrow. Collective."""
-    source, target = _inexact(transfer.dtype, transfer.source), _inexact(transfer.dtype, transfer.target)
-    found = gather_integers(group, [fingerprint(transfer), bool(source), bool(target)])
+    rounded, others = _rounded(transfer.dtype, transfer.source), _others(transfer.dtype, transfer.target)
+    found = gather_integers(group, [fingerprint(transfer), bool(rounded), bool(others)])
     apart = [rank for rank, values in enumerate(found) if values[0] != found[0][0]]
     if apart:
         raise SyncError(
@@ -30,7 +30,7 @@ def require_agreement(transfer: "Transfer", group: Group) -> None:
             "checksum must be the same on all ranks"
         )
     if any(values[1] for values in found) and any(values[2] for values in found):
-        raise ValueError(f"{transfer.dtype} is exact neither for all source nor for all target tensors: " + NARROW)
+        raise ValueError(f"{transfer.dtype} holds not all source tensors and is not all targets' type: {NARROW}")
 
 
 def fingerprint(transfer: "Transfer") -> int:
@@ -65,22 +65,28 @@ NARROW = "sending it would lose precision that the target keeps; send a wider dt
 def loses_precision(dtype: torch.dtype, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:
     """Why a rank that holds both ends cannot send `dtype` between them; empty if it can.
 
-    Where it is exact for every source tensor, or for every target tensor, the values that arrive are those of a cast
-    from source to target.
+    Where it holds every source tensor exactly, or is the type of every target tensor, what arrives is a cast from
+    source to target.
     """
-    inexact = _inexact(dtype, source), _inexact(dtype, target)
-    if not all(inexact):
+    rounded, others = _rounded(dtype, source), _others(dtype, target)
+    if not rounded or not others:
         return ""
-    (name, tensor), (other, kept) = inexact[0][0], inexact[1][0]
-    return f"{name} is {tensor.dtype}, {other} {kept.dtype}: as {dtype} {NARROW}"
+    return f"{rounded[0]} is {source[rounded[0]].dtype}, {others[0]} {target[others[0]].dtype}: as {dtype} {NARROW}"
 
 
-def _inexact(dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _rounded(dtype: torch.dtype, source: Mapping[str, Tensor]) -> list[str]:
     """The tensors whose values `dtype` does not hold exactly."""
-    return [(name, tensor) for name, tensor in tensors.items() if not _holds(dtype, tensor.dtype)]
+    return [name for name, tensor in source.items() if not _holds(dtype, tensor.dtype)]
+
+
+def _others(dtype: torch.dtype, target: Mapping[str, Tensor]) -> list[str]:
+    """The tensors of another type."""
+    return [name for name, tensor in target.items() if tensor.dtype != dtype]
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    floats: Iterable[torch.dtype] = (dtype, other)
-    exact = all(kind.is_floating_point for kind in floats) and torch.promote_types(dtype, other) == dtype
-    return dtype == other or exact
+    if dtype == other or not (dtype.is_floating_point and other.is_floating_point):
+        return dtype == other
+    if 1 in (dtype.itemsize, other.itemsize):  # torch promotes no 8-bit floats, which all wider ones hold
+        return other.itemsize < dtype.itemsize
+    return torch.promote_types(dtype, other) == dtype

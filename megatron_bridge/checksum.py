@@ -1,8 +1,8 @@
-"""A 64-bit digest of a message that goes with it, so that what arrived can be compared with what was sent.
+"""64-bit digests of tensors, and of messages, with which they go, to compare what arrived with what was sent.
 
-The digest is the sum of the message's 64-bit words, each times an odd random factor of its place, wrapping around: one
-changed word always changes it, words in another order almost surely. Besides it travels which message it is, because
-an exchange that delivers nothing leaves an older message, whole with its digest, in the bucket.
+A digest is the sum of a tensor's words, each times an odd random factor of its place, wrapping around: one changed
+word always changes it, words in another order almost surely. With a message also travels which one it is, because an
+exchange that delivers nothing leaves an older message, whole with its digest, in the bucket.
 """
 
 from functools import lru_cache
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_bridge.streams import DIGEST_BYTES
 
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 16  # words that one row of factors serves: in cache with their products on a CPU
 CHUNKS_AT_ONCE = 64  # on a GPU, where launches cost more than temporary memory
 
@@ -29,8 +30,9 @@ def broken(message: Tensor, identity: int) -> Tensor:
     return (trailer[0] != digest(words)) | (trailer[1] != identity)
 
 
-def digest(words: Tensor) -> Tensor:
-    """The digest of int64 words, an int64 scalar on their device."""
+def digest(tensor: Tensor) -> Tensor:
+    """The digest of a tensor's bits, whatever its shape and type: an int64 scalar on its device."""
+    words = tensor.contiguous().view(-1).view(WORDS[tensor.element_size()])
     inner, outer = _factors(words.device)
     at_once = CHUNKS_AT_ONCE if words.is_cuda else 1
     whole = words[: len(words) // CHUNK * CHUNK].view(-1, CHUNK)

@@ -50,10 +50,10 @@ class Transfer:
 
     `source` and `target` map the layouts' parameter names to tensors, empty where the rank holds none. Tensors are
     looked at anew in each run, so a parameter whose storage was replaced needs no rebinding. `dtype` is what is sent;
-    senders cast to it, receivers from it. It must be exact for the source or for the target tensors: what arrives is
-    then the source cast to the target's type, as local copies are. `group` is a process group or what
-    `worlds.connect_worlds` returned, by default the process's default group. `bucket_bytes` caps what a rank sends and
-    what it receives in one round; four such buckets are taken, or less if the plan needs less, and kept until
+    senders cast to it, receivers from it. It must hold all source tensors exactly or be the type of all target
+    tensors: what arrives is then the source cast to the target's type, as local copies are. `group` is a process group
+    or what `worlds.connect_worlds` returned, by default the process's default group. `bucket_bytes` caps what a rank
+    sends and what it receives in one round; four such buckets are taken, or less if the plan needs less, and kept until
     `release`. With `checksum` what arrives is compared with what was sent. `following` is carried out after it by each
     run: the same tensors' units that travel in another dtype. All ranks must give the same settings.
     """

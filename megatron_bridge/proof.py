@@ -15,6 +15,7 @@ import torch
 
 from megatron_bridge import compat
 from megatron_bridge.bind_vllm import is_used, unfilled
+from megatron_bridge.checksum import digest
 from megatron_bridge.errors import UserError
 from megatron_bridge.layouts import Layout, VLLMLayout
 from megatron_bridge.layouts.loader import LoaderLayout
@@ -22,10 +23,7 @@ from megatron_bridge.layouts.part import OneRank
 from megatron_bridge.plan import Copy, Place, make_plan
 
 TABLE = 1_048_573  # length of the table of known values, a prime
-CHUNK = 1 << 18  # elements that are digested at a time
-MULTIPLIER = 6_364_136_223_846_793_005  # joins the chunks' digests in their order
 SHOWN = 4  # of what a loader left out
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Proof(NamedTuple):
@@ -123,13 +121,4 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def digests(model: torch.nn.Module) -> dict[str, int]:
     """A 64-bit digest, sensitive to order, of each of a model's tensors."""
-    factors = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=torch.Generator().manual_seed(0))
-    return {name: _digest(tensor, factors.to(tensor.device)) for name, tensor in named_tensors(model).items()}
-
-
-def _digest(tensor: torch.Tensor, factors: torch.Tensor) -> int:
-    """Sum of the elements' bits times random factors, wrapping around, chunk by chunk."""
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in tensor.contiguous().view(-1).view(INTEGERS[tensor.element_size()]).split(len(factors)):
-        total = total * MULTIPLIER + (part.to(torch.int64) * factors[: len(part)]).sum()
-    return int(total.item())
+    return {name: int(digest(tensor)) for name, tensor in named_tensors(model).items()}

@@ -34,7 +34,7 @@ from megatron_bridge.layout_options import read_layouts
 from megatron_bridge.layouts import HFLayout, Layout, MegatronLayout, VLLMLayout
 from megatron_bridge.layouts.layout import Unit, canonical_units, tensors_of
 from megatron_bridge.layouts.megatron import DEFAULT_ORDER
-from megatron_bridge.layouts.part import one_unit
+from megatron_bridge.layouts.part import OneRank, one_unit
 from megatron_bridge.proof import KnownValues
 from megatron_bridge.streams import compact
 
@@ -84,7 +84,7 @@ class Bench:
             held = {name: values[name] for name in here.parameters(self.rank)}
             part = {name: tensors[name] for name in there.parameters(self.rank)}
             if part:
-                connect(here, held, Only(there, self.rank), part, rank=self.rank, dtype=dtype).run()
+                connect(here, held, OneRank(there, self.rank), part, rank=self.rank, dtype=dtype).run()
         return tensors
 
     def bitwise(self) -> bool:
@@ -148,22 +148,6 @@ class Bench:
                         region(tensor, shape_of(piece.box), piece.strides, piece.offset).copy_(part)
                     if param.padding:
                         tensor.view(-1)[-param.padding :].zero_()
-
-
-class Only(Layout):
-    """One rank of a layout."""
-
-    def __init__(self, base: Layout, rank: int) -> None:
-        self.base, self.arch, self.ranks = base, base.arch, (rank,)
-
-    def shard(self, rank: int, kind: str) -> Any:
-        return self.base.shard(rank, kind)
-
-    def units(self, rank: int) -> tuple[Unit, ...]:
-        return self.base.units(rank) if rank in self.ranks else ()
-
-    def params(self, kind: str, shard: Any) -> Any:
-        return self.base.params(kind, shard)
 
 
 def timed(run: Callable[[], Any], repeat: int, device: torch.device) -> tuple[float, int]:

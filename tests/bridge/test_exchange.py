@@ -68,7 +68,7 @@ def labelled_shard(layout: MegatronLayout, rank: int, dtype: torch.dtype) -> dic
 
 def test_a_dtype_that_loses_precision_is_refused_where_no_rank_has_both_ends(world: Callable[..., Any]) -> None:
     for message in world(2, _narrow):
-        assert message.startswith("torch.bfloat16 is exact neither for all source nor for all target tensors")
+        assert message.startswith("torch.bfloat16 holds not all source tensors and is not all targets' type")
 
 
 def _differently(settings: list[dict[str, Any]]) -> str:
