@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_bridge.checkpoints import open_source
 from megatron_bridge.families import Architecture, load_architecture
-from megatron_bridge.layouts import HFLayout
+from megatron_bridge.layouts import HFLayout, MegatronLayout
+from megatron_bridge.placement import Placement
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
 from rlflow.batch.sample import Prompt
@@ -29,9 +30,11 @@ from rlflow.data.encode import Encoder, load_tokenizer
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import load_prompts
 from rlflow.errors import UserError
+from rlflow.models import split_layers
 from rlflow.rewards.scorer import Scorer
 from rlflow.roles import Engine
 from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.placement import choose
 from rlflow.rollout.vllm_engine import VLLMRollout
 from rlflow.rollout.world import rollout_ranks
 from rlflow.tracking import Tracker
@@ -98,8 +101,9 @@ def assemble(config: Config) -> online.Run:
     checkpoints = Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep)
     checkpoint = checkpoints.find(config.trainer.resume)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
-    rollout = start_rollout(config, architecture, tokenizer)
-    grid = actor_grid(config)
+    placement = place(config, architecture)
+    rollout = start_rollout(config, architecture, tokenizer, placement.rollout.ranks)
+    grid = actor_grid(config, placement.train)
     actor = start_engine(config, architecture, grid, trained=True)
     reference = start_engine(config, architecture, grid, trained=False) if config.algorithm.kl_coef else None
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
@@ -173,26 +177,34 @@ def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
     )  # fmt: skip
 
 
-def start_rollout(config: Config, architecture: Architecture, tokenizer: Any) -> VLLMRollout:
-    """vLLM on `rollout.ranks`, without weights so far. Collective."""
+def place(config: Config, architecture: Architecture) -> Placement:
+    """Which rank trains and which samples which slice: the same on every rank."""
+    stages, world = split_layers(architecture, config.actor.pipeline_parallel_size), dist.get_world_size()
+    return choose(config, architecture, stages, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
+def start_rollout(
+    config: Config, architecture: Architecture, tokenizer: Any, ranks: tuple[int, ...] | None = None
+) -> VLLMRollout:
+    """vLLM on `rollout.ranks`, taken in the order of `ranks` if that is given, without weights so far. Collective."""
     open_source(config.model.path, architecture)  # what is wrong with the files is said before vLLM starts
     return VLLMRollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
         bucket_bytes=config.bridge.bucket_mib << 20, prove=config.bridge.startup_proof,
-        checksum=config.bridge.checksum,
+        checksum=config.bridge.checksum, ranks=ranks,
     )  # fmt: skip
 
 
-def actor_grid(config: Config) -> parallel.Grid:
-    """The process groups of the actor. Collective."""
+def actor_grid(config: Config, placed: MegatronLayout | None = None) -> parallel.Grid:
+    """The process groups of the actor, its ranks and their order as in `placed` if that is given. Collective."""
     return parallel.Grid(
-        rollout_ranks(config.actor.ranks, dist.get_world_size()),
+        placed.ranks if placed else rollout_ranks(config.actor.ranks, dist.get_world_size()),
         tensor=config.actor.tensor_parallel_size,
         pipeline=config.actor.pipeline_parallel_size,
         expert=config.actor.expert_parallel_size,
         expert_tensor=config.actor.expert_tensor_parallel_size,
-        order=config.actor.order,
+        order=placed.order if placed else config.actor.order,
         timeout_seconds=config.trainer.timeout_seconds,
     )
 

@@ -24,6 +24,7 @@ PP2 = Case("PP2", 2, {"pipeline": 2})
 PP2_FULL = Case("PP2, recomputed", 2, {"pipeline": 2}, {"recompute": "full"})
 DP2 = Case("DP2 with overlap", 2)
 DP2_PLAIN = Case("DP2, attention recomputed", 2, {}, {"overlap": False, "recompute": "selective"})
+TP2_ACROSS = Case("TP2 across neighbours of DP2", 4, {"ranks": [0, 2, 1, 3], "tensor": 2})
 TP2_PP2 = Case("TP2 × PP2", 4, {"tensor": 2, "pipeline": 2})
 TP2_PP2_DP2 = Case("TP2 × PP2 × DP2", 8, {"tensor": 2, "pipeline": 2}, {"sequence_parallel": True})
 
@@ -80,7 +81,7 @@ def assert_same_change(found: runs.Learned, expected: runs.Learned, tolerance: f
         assert (change - expected_change).abs().max() <= tolerance * expected_change.abs().max(), name
 
 
-@pytest.mark.parametrize("case", [TP2, TP2_SP, PP2, PP2_FULL, DP2, DP2_PLAIN, TP2_PP2_DP2], ids=names)
+@pytest.mark.parametrize("case", [TP2, TP2_SP, PP2, PP2_FULL, DP2, DP2_PLAIN, TP2_ACROSS, TP2_PP2_DP2], ids=names)
 def test_gradients_are_those_of_one_process(world: World, models: list[Path], single: Any, case: Case) -> None:
     objective = {"entropy_coef": 0.01}
     for model in (0, 3):  # tied (cases.md A05) and untied, without and with biases
