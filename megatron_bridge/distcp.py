@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_bridge.boxes import Box, Param, shape_of, volume
 from megatron_bridge.errors import UserError
@@ -135,12 +134,13 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             metadata = _MetadataReader(file).load()
         where = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         kept = metadata.state_dict_metadata.items()
-        return {key: _tensor(key, held, where) for key, held in kept if isinstance(held, TensorStorageMetadata)}
+        return {key: _tensor(key, held, where) for key, held in kept if hasattr(held, "chunks")}
     except (pickle.UnpicklingError, EOFError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(path, f"broken or not of a torch_dist checkpoint: {error!r}") from error
 
 
-def _tensor(key: str, held: TensorStorageMetadata, where: Mapping[Any, Any]) -> StoredTensor:
+def _tensor(key: str, held: Any, where: Mapping[Any, Any]) -> StoredTensor:
+    """From torch's TensorStorageMetadata, and where the chunks are by key and offsets."""
     chunks = []
     for chunk in held.chunks:
         info = where[key, tuple(chunk.offsets)]
