@@ -17,7 +17,7 @@ from megatron_bridge.files import MappedTensors
 from megatron_bridge.layouts import Layout
 from megatron_bridge.plan import make_plan
 
-WINDOW_BYTES = 2**20  # what a processor's cache holds; larger writes were slower
+WINDOW_BYTES = 768 * 2**10  # in a processor's cache, and below the sizes for which a kernel looks for huge free pages
 MAPPED_BYTES = 128 * 2**20
 
 
