@@ -60,6 +60,10 @@ def model_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
         if tp in even and tp not in sharing:
             rule = f"{arch.kv_heads} key-value heads neither divide over {tp} ranks nor are divided by them"
             yield Fault(key, tp, f"{rule}: valid are {_words(sharing)}", _closest(tp, sharing))
+    rows, parts = (arch.heads // arch.kv_heads + 2) * arch.head_dim, max(1, actor_tp // arch.kv_heads)
+    if actor_tp in sharing and arch.latent is None and rows % parts:
+        rule = f"{rows} rows of a key-value head's projections do not divide over the {parts} ranks that share it"
+        yield Fault(ACTOR_TP, actor_tp, rule, _closest(actor_tp, [s for s in sharing if s <= arch.kv_heads]))
     pp = config.actor.pipeline_parallel_size
     yield from _uneven("actor.pipeline_parallel_size", pp, "layers", arch.layers, _divisors(arch.layers))
 

@@ -95,6 +95,15 @@ def test_ranks_may_share_key_value_heads(tmp_path: Path) -> None:
         ]
 
 
+def test_the_rows_of_a_shared_head_must_divide(tmp_path: Path) -> None:
+    """12 heads on 4 key-value heads: 5 · 128 rows each, which 3 ranks do not share evenly."""
+    model = {**json.loads((QWEN / "config.json").read_text()), "num_attention_heads": 12, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**model, "intermediate_size": 1536}))
+    rule = "640 rows of a key-value head's projections do not divide over the 3 ranks that share it"
+    found = faults(tmp_path, f"model.path={tmp_path}", "actor.tensor_parallel_size=12", world_size=12)
+    assert found == [f"actor.tensor_parallel_size = 12: {rule}; nearest: 4"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
