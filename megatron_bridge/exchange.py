@@ -108,6 +108,7 @@ class Exchange:
         """
         self._buckets.allocate()
         self._run += 1
+        self._broken = []
         self._lanes.begin()
         works: list[dist.Work] = []
         for k in range(len(self.rounds)):

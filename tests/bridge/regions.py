@@ -17,8 +17,10 @@ class Case:
 
     def __init__(self, copies: list[Copy], source: torch.dtype, target: torch.dtype, device: str = "cpu") -> None:
         self.copies = copies
-        self.source = _values(_extent(copies, 1), source).to(device)
-        self.target = torch.full((_extent(copies, 2) + 5,), 7, dtype=target, device=device)
+        self.source = _values(_extent([(copy.shape, copy.source) for copy in copies]), source).to(device)
+        self.target = torch.full(
+            (_extent([(copy.shape, copy.target) for copy in copies]) + 5,), 7, dtype=target, device=device
+        )
         self.expected = self.target.clone()
         for copy in copies:
             part = region(self.source, copy.shape, copy.source.strides, copy.source.offset)
@@ -54,10 +56,11 @@ def random_case(rng: random.Random, largest: int, device: str = "cpu") -> Case:
     return Case(copies, source, target, device)
 
 
-def _extent(copies: list[Copy], end: int) -> int:
+def _extent(ends: list[tuple[tuple[int, ...], Place]]) -> int:
+    """Elements up to the last one of all regions."""
     return max(
-        copy[end].offset + sum((n - 1) * stride for n, stride in zip(copy.shape, copy[end].strides, strict=True)) + 1
-        for copy in copies
+        place.offset + sum((n - 1) * stride for n, stride in zip(shape, place.strides, strict=True)) + 1
+        for shape, place in ends
     )
 
 
