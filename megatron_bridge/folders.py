@@ -78,6 +78,8 @@ class NewFolder:
 
     def check(self) -> None:
         """UserError if the target may not be written; touches nothing."""
+        if self.target.is_symlink():
+            raise UserError(self.target, "is a link: give the folder itself")
         if not self.target.exists():
             return
         if not self.target.is_dir():
@@ -103,8 +105,15 @@ class NewFolder:
             self.partial.mkdir(parents=True)
         except OSError as error:
             raise UserError(self.target.parent, f"cannot be written to: {error.strerror}") from error
-        if needed > (free := self.free):
+        try:
+            self.check_space(needed)
+        except UserError:
             self.discard()
+            raise
+
+    def check_space(self, needed: int) -> None:
+        """UserError if the disk of the folder has less than `needed` bytes free."""
+        if needed > (free := self.free):
             raise UserError(self.target, f"needs {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free there")
 
     @property

@@ -103,6 +103,7 @@ def describe(source: Checkpoint, target: Target) -> str:
     new.check()
     carried.check()
     contents = plan_target(source, target)
+    new.check_space(contents.nbytes)
     lines = [f"{target.folder} ({target.kind}) would hold"]
     lines += [f"  {name}  {show_bytes(size)}" for name, _, size in files_of(contents)]
     lines += [f"  {path.name}  copied" for path in (source.model / CONFIG, *carried.files())]

@@ -83,7 +83,7 @@ def describe_megatron(folder: Path) -> dict[str, Any]:
         "layout": {"layers stacked": stacked, "config": str(model) if model else "none: give --hf to convert"},
         **(_facts(load_architecture(model)) if model else {}),
         **_totals(tensors),
-        "optimizer_bytes": other,
+        **({"optimizer_bytes": other} if other else {}),
         "files": {path.name: path.stat().st_size for path in sorted(place.glob("*.distcp"))},
         "faults": [],
         "tensors": tensors,

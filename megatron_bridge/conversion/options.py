@@ -99,6 +99,8 @@ def stages(text: str) -> tuple[int, ...]:
 def read_grid(arch: Architecture, args: argparse.Namespace) -> MegatronLayout:
     """The layout of the grid's options; UserError names each size that the model does not allow, and those it does."""
     sizes = {key: getattr(args, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "stages", "vocab_multiple")}
+    if arch.experts is None and (args.ep > 1 or args.etp is not None):
+        raise UserError("--ep" if args.ep > 1 else "--etp", f"this {arch.family} model has no experts to spread")
     try:
         return _layout(arch, **sizes)
     except UserError as error:

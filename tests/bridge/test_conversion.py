@@ -293,6 +293,7 @@ def test_a_grid_that_the_model_does_not_allow(run: Run, tmp_path: Path) -> None:
     assert "--pp 4: stages of 1-1-1-1 layers are not 6 layers on 4 pipeline stages: give `stages`" in said
     assert "valid sizes are 1, 2, 3, 6" in said
     run("import", "--hf", source, "--out", tmp_path / "out", "--pp", 4, "--stages", "1-2-2-1")
+    assert "has no experts" in run("import", "--hf", source, "--out", tmp_path / "x", "--ep", 2, code=2)
     assert "must be a whole number" in run("import", "--hf", source, "--out", tmp_path / "x", "--tp", "two", code=2)
 
 
@@ -304,7 +305,8 @@ def test_targets_are_not_replaced_unasked(run: Run, tmp_path: Path) -> None:
     run(*again, "--overwrite")
     (out / "iter_0000100").mkdir()
     assert "no part of a model: iter_0000100" in run(*again, "--overwrite", code=2)
-    for target in (source, tmp_path, source / "config.json"):
+    (tmp_path / "link").symlink_to(out)
+    for target in (source, tmp_path, source / "config.json", tmp_path / "link"):
         run("reshard", "--from", source, "--to", target, "--overwrite", code=2)
     assert sorted(path.name for path in source.iterdir()) == ["config.json", SINGLE]
 
