@@ -68,6 +68,16 @@ def test_bfloat16_stays_near_float32(gpus: World, qwen: Path, exact: Tensor, tra
 
 
 @pytest.mark.parametrize("transformer_engine", SPECS)
+def test_experts_stay_near_float32(gpus: World, experts: Path, transformer_engine: bool) -> None:
+    """Transformer Engine's layers group the products of all experts, the local ones compute one after another."""
+    exact = gpus(1, ranks.log_probs, experts, torch.float32, ranks.long_batch())[0]
+    score = partial(ranks.log_probs, transformer_engine=transformer_engine)
+    gap = (gpus(1, score, experts, torch.bfloat16, ranks.long_batch())[0] - exact).abs()
+    print(f"experts, bfloat16 against float32: mean {gap.mean():.2e}, max {gap.max():.2e}")
+    assert gap.mean() < 0.1
+
+
+@pytest.mark.parametrize("transformer_engine", SPECS)
 def test_steps_learn_and_agree_with_float32(gpus: World, qwen: Path, transformer_engine: bool) -> None:
     batch = ranks.long_batch()
     exact = gpus(1, ranks.learn, qwen, torch.float32, batch, 1)[0]

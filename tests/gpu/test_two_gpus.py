@@ -38,6 +38,16 @@ def test_gradients_are_those_of_one_gpu(gpus: World, tiny_model: Callable[..., P
     assert found[0].metrics == found[1].metrics
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_of_experts_on_two_gpus(gpus: World, tiny_model: Callable[..., Path], overlap: bool) -> None:
+    folder = tiny_model("qwen3_moe")
+    one = gpus(1, ranks.learn_on_grid, folder, Case("one", 1), GRADIENT_STEP)[0]
+    case = Case("EP2", 2, {"expert": 2}, {"overlap": overlap})
+    found = gpus(2, ranks.learn_on_grid, folder, case, GRADIENT_STEP)[0]
+    assert_same_change(found, one, 1e-4)
+    assert found.metrics[0]["actor/grad_norm"] == pytest.approx(one.metrics[0]["actor/grad_norm"], rel=1e-4)
+
+
 def test_transfers_arrive_bit_for_bit(gpus: World, qwen: Path) -> None:
     arch = load_architecture(qwen)
     tp2, pp2, dp2 = MegatronLayout(arch, tp=2), MegatronLayout(arch, pp=2), MegatronLayout(arch, dp=2)
