@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.boxes import merged, within
+from megatron_bridge.errors import UserError
 from megatron_bridge.files import MappedTensors
 from megatron_bridge.layouts import Layout
 from megatron_bridge.plan import make_plan
@@ -64,11 +65,16 @@ class Filler:
         self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
 
     def values(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The elements of a parameter in order, part by part in the same memory: each is to be used before the next."""
+        """The elements of a parameter in order, part by part in the same memory: each is to be used before the next.
+
+        UserError where a value is too large for float16.
+        """
         window = self._window.view(dtype)
         for begin in range(0, self._sizes[name], len(window)):
             part = window[: self._sizes[name] - begin]
             self.fill(name, begin, part)
+            if dtype == torch.float16 and part.isinf().any():
+                raise UserError(name, "has values beyond float16's largest, 65504: keep its dtype, or take bf16")
             yield part
 
     def fill(self, name: str, begin: int, out: Tensor) -> None:

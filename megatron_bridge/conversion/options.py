@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -150,7 +151,8 @@ def processes() -> Iterator[tuple[int, tuple[int, ...]]]:
     """This process's rank and all ranks: of the group that there is, of those that torchrun started, or it alone."""
     started = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if started:
-        dist.init_process_group("gloo")
+        # Who has written its share waits for all others, however long that takes.
+        dist.init_process_group("gloo", timeout=datetime.timedelta(days=7))
     try:
         yield (dist.get_rank(), tuple(range(dist.get_world_size()))) if dist.is_initialized() else (0, (0,))
     finally:

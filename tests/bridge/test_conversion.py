@@ -60,8 +60,13 @@ def assert_same(a: Path, b: Path) -> None:
 
 
 # ---------------------------------------------------------------- values and names
+@pytest.mark.parametrize("window", [24, 2**20])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_is_bitwise(run: Run, tmp_path: Path, family: str) -> None:
+def test_there_and_back_is_bitwise(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, window: int
+) -> None:
+    """In one piece, and in windows of a few elements that end anywhere."""
+    monkeypatch.setattr("megatron_bridge.fill.WINDOW_BYTES", window)
     source = toy_folder(tmp_path / "source", **({"num_hidden_layers": 3, "num_key_value_heads": 4} | FAMILIES[family]))
     back = there_and_back(run, source, tmp_path, "--tp", 2, "--vocab-multiple", 128)
     assert_same(source, back)
@@ -183,6 +188,13 @@ def test_dtypes_are_kept_or_cast(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["torch_dtype"] == "float32"
     assert_same(source, tmp_path / "narrow")
     assert "0 not" in run("verify", source, tmp_path / "cast")
+
+
+def test_values_that_float16_cannot_hold(run: Run, tmp_path: Path) -> None:
+    source = toy_folder(tmp_path / "source", vocab_size=9000)  # labels up to 144,000
+    said = run("reshard", "--from", source, "--to", tmp_path / "out", "--dtype", "fp16", code=2)
+    assert "model.embed_tokens.weight: has values beyond float16's largest" in said
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_ignored_and_unknown_tensors(run: Run, tmp_path: Path) -> None:  # A27
