@@ -1,4 +1,4 @@
-"""Value models: transformers' score of every token on each grid, gradients, and heads made for a language model."""
+"""Value models: transformers' score of every token on each grid, its gradient, and heads made for a language model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +12,9 @@ from torch import Tensor
 
 from megatron_bridge.bind_megatron import bind
 from megatron_bridge.checkpoints import load_hf
-from megatron_bridge.errors import UserError
 from megatron_bridge.families import load_architecture
 from megatron_bridge.layouts import MegatronLayout
 from megatron_bridge.score import load_language_model, with_score_head
-from tests.bridge.toys import CONFIG
 from tests.roles.samples import random_batch
 
 GRIDS: list[tuple[int, dict[str, int], bool]] = [
@@ -133,20 +131,3 @@ def test_a_head_is_made_for_a_language_model(
     first, second = world(2, made, folder, {"tensor": 2}, "random")
     assert torch.equal(first["output_layer.weight"], second["output_layer.weight"])
     assert first["output_layer.weight"].std().item() == pytest.approx(128**-0.5, rel=0.2)
-
-
-def test_nothing_is_made_up_unasked(tiny_model: Callable[..., Path]) -> None:
-    language_model, score_model = tiny_model("qwen2", tied=True), tiny_model("llama", tied=False, score=True)
-    layout = MegatronLayout(with_score_head(load_architecture(language_model)))
-    with pytest.raises(UserError, match=r"score\.weight is missing"):
-        load_hf(language_model, layout, {}, rank=0)
-    with pytest.raises(UserError, match="this model has a score head already"):
-        load_language_model(score_model, layout, {}, rank=0, head="zero")
-
-
-def test_a_classifier_of_several_labels_is_refused() -> None:
-    classifier = {**CONFIG, "architectures": ["LlamaForSequenceClassification"]}
-    assert load_architecture({**classifier, "id2label": {"0": "LABEL_0"}}).head == "score"
-    for labels in ({}, {"num_labels": 2}, {"id2label": {"0": "bad", "1": "good"}}):
-        with pytest.raises(UserError, match="a classifier of 2 labels: a score model has one output"):
-            load_architecture({**classifier, **labels})
