@@ -5,6 +5,7 @@ A rank gets the tensors of which its engine holds any part there, so under exper
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -37,11 +38,7 @@ class LoaderLayout(Layout):
         return tuple(unit for unit in HFLayout(self.arch, (rank,)).all_units if unit.canonical in held)
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
-        tensors = HFLayout(self.arch, self.ranks).params(kind, 0)
-        if kind != "experts":
-            return tensors
-        held = [(piece.name, piece.box) for param in self.engine.params(kind, shard) for piece in param.pieces]
-        return tuple(tensor for tensor in tensors if _within(tensor, held))
+        return _needed(self.engine, kind, shard)
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,7 @@ class SomeBoxes(Part):
     boxes: tuple[tuple[str, Box], ...] = ()
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
-        cut = (param._replace(pieces=tuple(self._cut(param))) for param in self.base.params(kind, shard))
-        return tuple(param for param in cut if param.pieces)
-
-    def _cut(self, param: Param) -> Iterator[Piece]:
-        for piece in param.pieces:
-            for name, box in self.boxes:
-                if name == piece.name and (both := meet(piece.box, box)) is not None:
-                    yield Piece(name, both, piece.at(both), piece.strides)
+        return _cut_to(self.base, self.boxes, kind, shard)
 
 
 class Portion(NamedTuple):
@@ -101,10 +91,45 @@ def _runs(params: tuple[Param, ...], limit: int) -> Iterator[tuple[tuple[str, Bo
         if run and filled + size > limit:
             yield tuple(run)
             run, filled = [], 0
-        run += [(piece.name, piece.box) for piece in param.pieces]
+        (piece,) = param.pieces
+        if run and (joined := _joined(run[-1], piece)) is not None:
+            run[-1] = (piece.name, joined)
+        else:
+            run.append((piece.name, piece.box))
         filled += size
     yield tuple(run)
 
 
-def _within(tensor: Param, held: list[tuple[str, Box]]) -> bool:
-    return any(name == piece.name and meet(piece.box, box) for piece in tensor.pieces for name, box in held)
+def _joined(last: tuple[str, Box], piece: Piece) -> Box | None:
+    """The box of two neighbours along the first axis, such as one expert and the next."""
+    name, box = last
+    if name != piece.name or box[1:] != piece.box[1:] or box[0][1] != piece.box[0][0]:
+        return None
+    return ((box[0][0], piece.box[0][1]), *box[1:])
+
+
+@lru_cache(maxsize=1024)
+def _needed(engine: Layout, kind: str, shard: Hashable) -> tuple[Param, ...]:
+    """The tensors of a unit kind of which a shard of the engine holds any part: of experts perhaps some only."""
+    tensors = HFLayout(engine.arch, engine.ranks).params(kind, 0)
+    if kind != "experts":
+        return tensors
+    held = [piece for param in engine.params(kind, shard) for piece in param.pieces]
+    return tuple(tensor for tensor in tensors if any(_share(one, other) for one in tensor.pieces for other in held))
+
+
+def _share(one: Piece, other: Piece) -> bool:
+    return one.name == other.name and meet(one.box, other.box) is not None
+
+
+@lru_cache(maxsize=1024)
+def _cut_to(base: Layout, boxes: tuple[tuple[str, Box], ...], kind: str, shard: Hashable) -> tuple[Param, ...]:
+    cut = (param._replace(pieces=tuple(_pieces(param, boxes))) for param in base.params(kind, shard))
+    return tuple(param for param in cut if param.pieces)
+
+
+def _pieces(param: Param, boxes: tuple[tuple[str, Box], ...]) -> Iterator[Piece]:
+    for piece in param.pieces:
+        for name, box in boxes:
+            if name == piece.name and (both := meet(piece.box, box)) is not None:
+                yield Piece(name, both, piece.at(both), piece.strides)
