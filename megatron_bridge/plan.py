@@ -73,7 +73,8 @@ class Share(NamedTuple):
 def make_plan(source: Layout, target: Layout, *, itemsize: int = 2, ranks_per_node: int = 8) -> "Plan":
     """The plan between two layouts of one model; `itemsize` is that of the dtype sent, in bytes.
 
-    The last few plans are kept; layouts with equal fields are the same. Raises UserError if a target element has no source, or would be written twice, or a source tensor has no target.
+    The last few plans are kept; layouts with equal fields are the same. Raises UserError if a target element has no
+    source, or would be written twice, or a source tensor has no target.
     """
     return Plan(source, target, itemsize, ranks_per_node)
 

@@ -27,6 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
         folder,
         tiny_model("qwen2"),
         actor={"tensor_parallel_size": 2},
+        bridge={"placement": "aligned"},
         evaluation={"every": 2},
         trainer={"steps": 4, "save_every": 2, "keep": 0},
     )
