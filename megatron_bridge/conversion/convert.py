@@ -17,7 +17,7 @@ from megatron_bridge.conversion.checkpoint import HUGGING_FACE, Checkpoint
 from megatron_bridge.conversion.memory import DEFAULT_MEMORY, expected_peak, mapped_budget, peak_memory, show_bytes
 from megatron_bridge.conversion.progress import Progress
 from megatron_bridge.distcp_writer import ITERATION, Files, plan_files, write_torch_dist
-from megatron_bridge.folders import CONFIG, NAMES, Carried, NewFolder
+from megatron_bridge.folders import CONFIG, NAMES, Carried, NewFolder, together
 from megatron_bridge.hf_writer import write_hf
 from megatron_bridge.layouts import HFLayout, MegatronLayout
 
@@ -46,30 +46,32 @@ def convert(source: Checkpoint, target: Target, rank: int) -> str:
     UserError for a target that may not be written, a disk that is full, a memory limit that is too low.
     """
     begin = time.perf_counter()
-    mapped = mapped_budget(target.max_memory)
-    contents = plan_target(source, target)
-    share = f"rank {rank} of {len(source.layout.ranks)}" if len(source.layout.ranks) > 1 else target.folder.name
-    with Progress(bytes_of(contents, rank), share, quiet=target.quiet or rank != source.layout.ranks[0]) as progress:
-        if isinstance(contents, Contents):
-            new = NewFolder(target.folder, source.sources, target.overwrite)
-            carried = Carried(source.model, source.model)
-            write_hf(
-                new, carried, contents, source.layout, source.tensors,
-                rank=rank, dtype=target.dtype, mapped_bytes=mapped, progress=progress,
-            )  # fmt: skip
-        else:
-            write_torch_dist(
-                target.folder, source.layout, source.tensors,
-                rank=rank, model=source.model, like=target.like, dtype=target.dtype, mapped_bytes=mapped,
-                overwrite=target.overwrite, progress=progress, beside=_beside(target.names),
-                reads=source.sources,
-            )  # fmt: skip
+    mapped, contents = together(lambda: (mapped_budget(target.max_memory), plan_target(source, target)), None)
+    label = f"rank {rank} of {len(source.layout.ranks)}" if len(source.layout.ranks) > 1 else target.folder.name
+    with Progress(bytes_of(contents, rank), label, quiet=target.quiet or rank != source.layout.ranks[0]) as progress:
+        _write(source, target, contents, rank, mapped, progress)
     seconds = time.perf_counter() - begin
-    rate = show_bytes(int(contents.nbytes / seconds))
     return (
-        f"{target.folder}: {show_bytes(contents.nbytes)} in {seconds:.1f} s ({rate}/s), "
-        f"peak memory {peak_memory() / 2**30:.2f} GiB"
+        f"{target.folder}: {show_bytes(contents.nbytes)} in {seconds:.1f} s "
+        f"({show_bytes(int(contents.nbytes / seconds))}/s), peak memory {peak_memory() / 2**30:.2f} GiB"
     )
+
+
+def _write(
+    source: Checkpoint, target: Target, contents: Contents | Files, rank: int, mapped: int, progress: Progress
+) -> None:
+    if isinstance(contents, Contents):
+        new = NewFolder(target.folder, source.sources, target.overwrite)
+        write_hf(
+            new, Carried(source.model, source.model), contents, source.layout, source.tensors,
+            rank=rank, dtype=target.dtype, mapped_bytes=mapped, progress=progress,
+        )  # fmt: skip
+    else:
+        write_torch_dist(
+            target.folder, source.layout, source.tensors,
+            rank=rank, model=source.model, like=target.like, dtype=target.dtype, mapped_bytes=mapped,
+            overwrite=target.overwrite, progress=progress, beside=_beside(target.names), reads=source.sources,
+        )  # fmt: skip
 
 
 def plan_target(source: Checkpoint, target: Target) -> Contents | Files:

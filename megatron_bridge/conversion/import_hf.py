@@ -11,7 +11,8 @@ import argparse
 
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, MEGATRON, Checkpoint, open_checkpoint
 from megatron_bridge.conversion.convert import Target
-from megatron_bridge.conversion.options import add_grid, add_output, carry_out, read_grid, target_of
+from megatron_bridge.conversion.grid import add_grid, read_grid
+from megatron_bridge.conversion.options import add_output, carry_out, target_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

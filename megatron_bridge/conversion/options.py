@@ -1,4 +1,4 @@
-"""What the conversion commands have in common: their options, the processes that torchrun started, a grid's sizes."""
+"""What the conversion commands have in common: their options, and the processes that torchrun started."""
 
 import argparse
 import contextlib
@@ -6,9 +6,7 @@ import datetime
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import lcm
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +16,11 @@ from megatron_bridge.conversion.checkpoint import Checkpoint
 from megatron_bridge.conversion.convert import Target, convert, describe
 from megatron_bridge.conversion.memory import DEFAULT_MEMORY, parse_bytes
 from megatron_bridge.errors import UserError
-from megatron_bridge.families import FAMILIES, Architecture
+from megatron_bridge.families import FAMILIES
 from megatron_bridge.folders import together
 from megatron_bridge.layouts import HFLayout, MegatronLayout
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LARGEST_SIZE = 1024  # of a parallel dimension, where valid ones are listed
 
 
 # ---------------------------------------------------------------- options
@@ -53,27 +50,6 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_grid(parser: argparse.ArgumentParser) -> None:
-    """Sizes of the Megatron grid that is to load the checkpoint."""
-    for name, meaning in (
-        ("tp", "tensor parallel size"),
-        ("pp", "pipeline parallel size"),
-        ("vpp", "virtual pipeline chunks a rank"),
-        ("cp", "context parallel size"),
-        ("ep", "expert parallel size"),
-    ):
-        parser.add_argument(f"--{name}", type=count, default=1, metavar="N", help=f"{meaning}; default 1")
-    parser.add_argument("--etp", type=count, metavar="N", help="expert tensor parallel size; default that of --tp")
-    parser.add_argument(
-        "--stages", type=stages, default=(), metavar="N-N-…",
-        help="layers of each pipeline stage, where they are not even: 10-11-11",
-    )  # fmt: skip
-    parser.add_argument(
-        "--vocab-multiple", type=count, metavar="N",
-        help="pad the vocabulary to a multiple of N × tp, Megatron's --make-vocab-size-divisible-by; default: of 64",
-    )  # fmt: skip
-
-
 def count(text: str) -> int:
     """A whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
@@ -89,55 +65,7 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be a size such as 2G, 900M or 4GiB, not {text!r}") from None
 
 
-def stages(text: str) -> tuple[int, ...]:
-    """Numbers of layers between hyphens."""
-    if not all(part.isdecimal() for part in text.split("-")):
-        raise argparse.ArgumentTypeError(f"must be numbers of layers such as 10-11-11, not {text!r}")
-    return tuple(int(part) for part in text.split("-"))
-
-
 # ---------------------------------------------------------------- what they mean
-def read_grid(arch: Architecture, args: argparse.Namespace) -> MegatronLayout:
-    """The layout of the grid's options; UserError names each size that the model does not allow, and those it does."""
-    sizes = {key: getattr(args, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "stages", "vocab_multiple")}
-    if arch.experts is None and (args.ep > 1 or args.etp is not None):
-        raise UserError("--ep" if args.ep > 1 else "--etp", f"this {arch.family} model has no experts to spread")
-    try:
-        return _layout(arch, **sizes)
-    except UserError as error:
-        faults = [
-            f"--{key} {sizes[key]}: {fault}" for key in ("tp", "ep", "etp", "pp") if (fault := _fault(arch, key, sizes))
-        ]
-        raise UserError("the grid", "; ".join(faults) or error.message) from error
-
-
-def _layout(
-    arch: Architecture, *, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **rest: Any
-) -> MegatronLayout:
-    """A layout with as many replicas as its experts need."""
-    experts = (tp if etp is None else etp) * ep
-    return MegatronLayout(arch, tp=tp, cp=cp, ep=ep, etp=etp, dp=lcm(tp * cp, experts) // (tp * cp), **rest)
-
-
-def _fault(arch: Architecture, key: str, sizes: dict[str, Any]) -> str:
-    """What is wrong with one size alone, and which would be right; empty if nothing is."""
-    given = sizes[key]
-    if given is None or (key == "pp" and sizes["stages"]):
-        return ""
-
-    def fault(value: int) -> str:
-        try:
-            _layout(arch, **{key: value, **({"vpp": sizes["vpp"]} if key == "pp" else {})})
-        except UserError as error:
-            return error.message
-        return ""
-
-    if not (message := fault(given)):
-        return ""
-    valid = [value for value in range(1, LARGEST_SIZE + 1) if not fault(value)]
-    return f"{message}; valid sizes are {', '.join(map(str, valid))}"
-
-
 def read_names(source: Checkpoint, experts: str | None) -> HFLayout:
     """How the target's files are to name tensors: as the source does, but for the experts if that is asked for."""
     if experts == "stacked" and not FAMILIES[source.arch.family].stacked:

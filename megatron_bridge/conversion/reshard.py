@@ -10,7 +10,8 @@ import argparse
 
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, MEGATRON, Checkpoint, open_checkpoint
 from megatron_bridge.conversion.convert import Target
-from megatron_bridge.conversion.options import add_files, add_grid, add_output, carry_out, read_grid, target_of
+from megatron_bridge.conversion.grid import add_grid, read_grid
+from megatron_bridge.conversion.options import add_files, add_output, carry_out, target_of
 
 FORMATS = {"hf": HUGGING_FACE, "megatron": MEGATRON}
 
