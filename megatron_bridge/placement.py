@@ -14,9 +14,9 @@ from itertools import permutations
 from math import ceil, prod
 
 from megatron_bridge.assignment import assign
+from megatron_bridge.demand import Demand
 from megatron_bridge.layouts import Layout, MegatronLayout, Unit, VLLMLayout
 from megatron_bridge.meeting import Meeting
-from megatron_bridge.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def align(
     best = [placement for placement in found if placement.cost == cheapest]
     if len({rank // ranks_per_node for rank in (*train.ranks, *rollout.ranks)}) == 1:
         return best[0]
-    return min(best, key=lambda placement: _crossing(placement, ranks_per_node))
+    return min(best, key=lambda placement: Demand(placement.train, placement.rollout, ranks_per_node).crossing())
 
 
 def natural(train: MegatronLayout, rollout: VLLMLayout, *, itemsize: int = 2) -> Placement:
@@ -76,12 +76,6 @@ def _placed(train: MegatronLayout, rollout: VLLMLayout, overlaps: "_Overlaps") -
     received = tuple(overlaps.missing(overlaps.slice_of(train, rank), slot) for rank, slot in slots.items())
     needed, least = zip(*((overlaps.needed(slot), overlaps.least(slot)) for slot in slots.values()), strict=True)
     return Placement(train, rollout, needed, received, least)
-
-
-def _crossing(placement: Placement, ranks_per_node: int) -> int:
-    """Elements that go from node to node."""
-    plan = Plan(placement.train, placement.rollout, 1, ranks_per_node)
-    return sum(n for (s, t), n in plan.traffic.items() if s // ranks_per_node != t // ranks_per_node)
 
 
 # ---------------------------------------------------------------- the trainer's grid

@@ -13,6 +13,7 @@ PURE_BRIDGE = (
     "megatron_bridge/boxes.py",
     "megatron_bridge/plan.py",
     "megatron_bridge/meeting.py",
+    "megatron_bridge/demand.py",
     "megatron_bridge/balance.py",
     "megatron_bridge/assignment.py",
     "megatron_bridge/placement.py",
