@@ -36,6 +36,8 @@ mend_latent_attention()
 LATENT_EPS = 1e-6
 """Of the norms of latents in the published model and in transformers, whatever `rms_norm_eps` says of the others."""
 
+CHOSEN = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
 
 class LatentNorm(RMSNorm):
     """RMSNorm of a latent."""
@@ -68,6 +70,10 @@ class LatentAttention(PackedAttention):
 
 class LatentSelfAttention(MLASelfAttention):
     """megatron-core's module for its local layer spec, whose projections to latents are cut over the TP group."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """megatron-core 0.19 would choose these anew, and norm what queries that are not compressed are made of."""
+        return {name: getattr(submodules, name) for name in CHOSEN}
 
     def get_query_key_value_tensors(
         self,
