@@ -19,12 +19,12 @@ engine are the same planner and executor with other layouts:
 
     export_hf("trained", actor, weights, rank=rank, source="Qwen2.5-7B")
 
-Modules: `families` and `layouts` are data and pure functions; `boxes` is the algebra, `meeting` what a node needs and
-who holds it, `balance` which of several sends, `plan` who sends what, `streams` in which order; `placement` chooses
-where slices lie, `describe` says what a plan moves. `execute` carries it out: `copies` many at once, with a kernel on
-GPUs, `exchange` what goes between ranks, `checksum` what arrived, `agreement` what all must have in common; `worlds`
-joins the processes of two jobs. `files` maps safetensors, `checkpoints` and `export` read and write model folders;
-`bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the engine's own loader;
-`compat` is the one place for version differences. Ranks are those of the process group that a transfer runs on. What a
-user can mend is raised as `UserError`.
+Modules: `families` and `layouts` are data and pure functions; `boxes` is the algebra, `demand` and `meeting` what a
+node needs and who holds it, `balance` which of several sends, `plan` who sends what, `streams` in which order;
+`placement` chooses where slices lie, `describe` says what a plan moves. `execute` carries it out: `copies` many at
+once, with a kernel on GPUs, `exchange` what goes between ranks, `checksum` what arrived, `agreement` what all must have
+in common; `worlds` joins the processes of two jobs. `files` maps safetensors, `checkpoints` and `export` read and write
+model folders; `bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the
+engine's own loader; `compat` is the one place for version differences. Ranks are those of the process group that a
+transfer runs on. What a user can mend is raised as `UserError`.
 """

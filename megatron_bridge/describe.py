@@ -28,7 +28,9 @@ SHOWN_PAIRS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `plan`."""
-    parser.add_argument("--model", required=True, metavar="PATH", help="a folder with config.json, or such a file")
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="a folder with config.json, such a file, or its text"
+    )
     parser.add_argument(
         "--train", required=True, metavar="tp=4,pp=2",
         help=f"the trainer's sizes, of {', '.join(TRAIN_KEYS)}; stages=20-20 are the layers of each stage",

@@ -3,6 +3,7 @@
 What is wrong is a UserError that names the option; nothing here plans or prints.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from math import lcm, prod
 from pathlib import Path
@@ -16,16 +17,20 @@ from megatron_bridge.layouts.layout import cut_faults, tensor_cuts
 TRAIN_KEYS, ROLLOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "stages"), ("tp", "pp", "ep", "dp")
 
 
-def read_model(path: str) -> Architecture:
-    """The model of a folder, or of a file like its config.json."""
-    if not Path(path).is_file():
-        if not Path(path).is_dir():
-            raise UserError(f"--model {path}", "no such file or folder; give a folder with config.json, or that file")
-        return load_architecture(path)
+def read_model(model: str) -> Architecture:
+    """The model of a folder, of a file like its config.json, or of such a file's text."""
+    is_text = model.lstrip().startswith("{")
+    where = "--model" if is_text else f"--model {model}"
+    if not is_text and Path(model).is_dir():
+        return load_architecture(model)
+    if not is_text and not Path(model).is_file():
+        raise UserError(where, "no such file or folder; give a folder with config.json, or that file")
     try:
-        return load_architecture(read_json(Path(path)))
+        return load_architecture(json.loads(model) if is_text else read_json(Path(model)))
+    except ValueError as error:
+        raise UserError(where, f"broken JSON: {error}") from error
     except UserError as error:
-        raise UserError(f"--model {path}", error.message) from error
+        raise UserError(where, error.message) from error
 
 
 def read_layouts(arch: Architecture, train: str, rollout: str, order: str) -> tuple[MegatronLayout, VLLMLayout]:

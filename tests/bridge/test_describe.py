@@ -117,6 +117,13 @@ def test_a_broken_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"error: --model {path}: model_type 'gpt2' is not one of llama" in capsys.readouterr().err
 
 
+def test_the_model_may_be_given_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--train", "tp=1", "--rollout", "tp=1")
+    assert plan(capsys, "--model", json.dumps(CONFIG), *sizes)["received_bytes"] == [0]
+    assert main(["plan", "--model", '{"model_type"', *sizes]) == 2
+    assert capsys.readouterr().err.startswith("error: --model: broken JSON: Expecting ':' delimiter")
+
+
 def test_planning_imports_no_torch(model: str) -> None:
     code = (
         "import sys; from megatron_bridge.cli import main;"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_bridge.balance import Task, spread
@@ -31,9 +31,11 @@ LLAMA_70B = {
 def test_no_byte_more_than_must_be(data: st.DataObject) -> None:
     """A rank receives what it needs and does not hold, a node what its ranks need and none of them holds."""
     arch = data.draw(architectures())
-    a, b, node = data.draw(megatron_layouts(arch)), data.draw(vllm_layouts(arch)), data.draw(st.sampled_from([2, 4]))
+    a, node = data.draw(megatron_layouts(arch)), data.draw(st.sampled_from([2, 4]))
+    b = data.draw(st.one_of(vllm_layouts(arch), megatron_layouts(arch)))
     plan = Plan(a, b, 1, node)
     held, wanted = labels(a), labels(b)
+    assume(all(len(found) == len(found.unique()) for found in wanted.values()))  # no rank has a tied embedding twice
     for rank in b.ranks:
         own = int(torch.isin(wanted[rank], held.get(rank, torch.empty(0))).sum())
         assert plan.local_bytes(rank) == own
