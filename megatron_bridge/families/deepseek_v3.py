@@ -13,11 +13,8 @@ from megatron_bridge.families.declare import Block, Family, Parameter, Tensor
 from megatron_bridge.families.experts import ROUTED, router
 from megatron_bridge.families.llama import MLP, NORMS, OUTER, gated, plain, unsupported
 
-QUERY_DOWN, KEY_VALUE_DOWN = "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"
-MEGATRON_DOWN = {
-    QUERY_DOWN: "self_attention.linear_q_down_proj.weight",
-    KEY_VALUE_DOWN: "self_attention.linear_kv_down_proj.weight",
-}
+DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+MEGATRON_DOWN = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 UP_NORMS = {  # Transformer Engine's spec fuses them with the projections that follow
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
@@ -32,12 +29,9 @@ KEYS_AND_VALUES = (
 COMPRESSED = (
     NORMS
     + Block(
-        (
-            Tensor(QUERY_DOWN, "query_latent", "hidden"),
-            Tensor(KEY_VALUE_DOWN, "kv_rank_and_rope", "hidden"),
-        ),
-        tuple(Parameter(megatron, (name,)) for name, megatron in MEGATRON_DOWN.items()),
-        (Parameter("self_attn.fused_qkv_a_proj.weight", (QUERY_DOWN, KEY_VALUE_DOWN)),),
+        (Tensor(DOWN[0], "query_latent", "hidden"), Tensor(DOWN[1], "kv_rank_and_rope", "hidden")),
+        (Parameter(MEGATRON_DOWN[0], DOWN[:1]), Parameter(MEGATRON_DOWN[1], DOWN[1:])),
+        (Parameter("self_attn.fused_qkv_a_proj.weight", DOWN),),
     )
     + plain("self_attn.q_a_layernorm.weight", "query_rank", megatron="self_attention.q_layernorm.weight")
     + plain("self_attn.q_b_proj.weight", "heads nope_and_rope", "query_rank", "self_attention.linear_q_up_proj.weight")
@@ -46,18 +40,25 @@ COMPRESSED = (
 FULL_QUERIES = (
     NORMS
     + plain("self_attn.q_proj.weight", "heads nope_and_rope", "hidden", "self_attention.linear_q_proj.weight")
-    + plain(KEY_VALUE_DOWN, "kv_rank_and_rope", "hidden", MEGATRON_DOWN[KEY_VALUE_DOWN])
+    + plain(DOWN[1], "kv_rank_and_rope", "hidden", MEGATRON_DOWN[1])
     + KEYS_AND_VALUES
 )
 SPARSE = router("mlp.gate.weight") + gated("mlp.shared_experts.", "shared_ffn", "mlp.shared_experts.")
 
 
+DEFAULTS = {  # transformers', of what a config may leave out
+    "q_lora_rank": 1536, "first_k_dense_replace": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8,
+    "topk_group": 4,
+}  # fmt: skip
+
+
 def facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Attention and expert sizes, and the kind of each layer: the first ones are dense."""
-    rank, rope = int(config.get("q_lora_rank") or 0), int(config["qk_rope_head_dim"])
+    config = DEFAULTS | dict(config)
+    rank, rope = int(config["q_lora_rank"] or 0), int(config["qk_rope_head_dim"])
     kinds = ("layer", "moe") if rank else ("layer_full_queries", "moe_full_queries")
     layers, width = int(config["num_hidden_layers"]), int(config["moe_intermediate_size"])
-    dense = min(int(config.get("first_k_dense_replace", 0)), layers)
+    dense = min(int(config["first_k_dense_replace"]), layers)
     latent = Latent(rank, int(config["kv_lora_rank"]), int(config["qk_nope_head_dim"]), rope, int(config["v_head_dim"]))
     experts = Experts(
         count=int(config["n_routed_experts"]),
@@ -65,11 +66,11 @@ def facts(config: Mapping[str, Any]) -> dict[str, Any]:
         ffn=width,
         shared_ffn=width * int(config["n_shared_experts"]),
         score="sigmoid",
-        normalize=bool(config.get("norm_topk_prob", True)),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        normalize=bool(config["norm_topk_prob"]),
+        scale=float(config["routed_scaling_factor"]),
         score_bias=True,
-        groups=int(config.get("n_group") or 1),
-        groups_per_token=int(config.get("topk_group") or 1),
+        groups=int(config["n_group"]),
+        groups_per_token=int(config["topk_group"]),
     )
     of_layers = (kinds[0],) * dense + (kinds[1],) * (layers - dense)
     sizes = {"head_dim": rope, "rotary_interleaved": True}  # of what is rotated in a head

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 GIB = 2**30
+LATENT_BLOCK_TOKENS = 128  # the largest cache block of vLLM's latent attentions, which choose it
 BLOCK_TOKENS = 32  # the smallest cache block of the CPU's fast attention: small blocks share more of a short prompt
 
 # In-process scheduler (external_launcher demands it), no progress reports, no look-ups on the network.
@@ -119,11 +120,12 @@ def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
 
     UserError where not even one fits.
     """
-    blocks = -(-(config.max_prompt_length + config.max_response_length) // BLOCK_TOKENS) + 1
+    block = BLOCK_TOKENS if architecture.latent is None else LATENT_BLOCK_TOKENS
+    blocks = -(-(config.max_prompt_length + config.max_response_length) // block) + 1
     layers = architecture.layers // config.pipeline_parallel_size
     numbers = architecture.cached_numbers(config.tensor_parallel_size)
     token = layers * numbers * getattr(torch, dtype).itemsize
-    sequence = blocks * BLOCK_TOKENS * token
+    sequence = blocks * block * token
     if config.kv_cache_gib * GIB < sequence:
         message = f"{config.kv_cache_gib} GiB hold no sequence of full length, which takes {sequence / GIB:.3g} GiB"
         raise UserError("rollout.kv_cache_gib", message)

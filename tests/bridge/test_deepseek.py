@@ -264,6 +264,19 @@ def test_the_published_size_can_be_planned() -> None:
     assert needed == sum(torch.Size(param.shape).numel() - param.padding for param in params)
 
 
+def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:
+    left_out = (
+        "q_lora_rank",
+        "first_k_dense_replace",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+    )
+    arch = load_architecture({key: value for key, value in DEEPSEEK_V3.items() if key not in left_out})
+    assert arch == load_architecture(DEEPSEEK_V3)  # the defaults are the published model's
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

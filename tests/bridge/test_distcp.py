@@ -45,6 +45,8 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 8,
         "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
     },
 }
 GRIDS = [{"tp": 1, "vocab_multiple": 1}, {"tp": 2, "pp": 2}, {"tp": 4, "vocab_multiple": 128}]

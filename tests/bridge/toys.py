@@ -43,7 +43,8 @@ def toy_latent(**overrides: Any) -> Architecture:
     latent = {"q_lora_rank": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 5}
     experts = {"n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
     sizes = {"num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 1, "head_dim": None}
-    return toy(**{"model_type": "deepseek_v3", **sizes, **latent, **experts, **overrides})
+    groups = {"n_group": 1, "topk_group": 1}
+    return toy(**{"model_type": "deepseek_v3", **sizes, **latent, **experts, **groups, **overrides})
 
 
 def empty(layout: Layout, rank: int, dtype: torch.dtype = torch.int32, fill: int = -1) -> dict[str, Tensor]:
