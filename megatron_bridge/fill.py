@@ -18,7 +18,7 @@ from megatron_bridge.files import MappedTensors
 from megatron_bridge.layouts import Layout
 from megatron_bridge.plan import make_plan
 
-WINDOW_BYTES = 768 * 2**10  # in a processor's cache, and below the sizes for which a kernel looks for huge free pages
+WINDOW_BYTES = 768 * 2**10  # what stays in a processor's cache between reading and writing
 MAPPED_BYTES = 128 * 2**20
 
 

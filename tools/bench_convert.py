@@ -36,7 +36,7 @@ CONFIG = {
 COMMAND = """
 import json, resource, sys, time
 from megatron_bridge.cli import main
-import megatron_bridge.conversion.import_hf, megatron_bridge.conversion.export_megatron
+import megatron_bridge.conversion.import_hf, megatron_bridge.conversion.export_megatron, torch.distributed.checkpoint
 begin, cpu = time.perf_counter(), time.process_time()
 assert main(sys.argv[1:]) == 0
 spent, cpu = time.perf_counter() - begin, time.process_time() - cpu
