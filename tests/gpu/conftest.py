@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.devices import EXPERTS, save_qwen
+from tests.gpu.devices import EXPERTS, GEMMA, LATENT, save_qwen
 from tests.workers import World
 
 
@@ -41,3 +41,15 @@ def shallow_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Qwen3-MoE."""
     return save_qwen(tmp_path_factory.mktemp("experts"), "qwen3_moe", **EXPERTS)
+
+
+@pytest.fixture(scope="session")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random DeepSeek-V3."""
+    return save_qwen(tmp_path_factory.mktemp("latent"), "deepseek_v3", **LATENT)
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Gemma-3."""
+    return save_qwen(tmp_path_factory.mktemp("gemma"), "gemma3_text", **GEMMA)

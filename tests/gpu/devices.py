@@ -44,6 +44,46 @@ EXPERTS: dict[str, Any] = {
 """A small Qwen3-MoE with the proportions of a real one."""
 
 
+LATENT: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 4,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 512,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+"""A small DeepSeek-V3 with heads and latents of the real sizes."""
+
+
+GEMMA: dict[str, Any] = {
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "num_hidden_layers": 6,
+    "sliding_window": 64,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 4096,
+}
+"""The width of Gemma-3-1B, heads half as large, every sixth layer without a window."""
+
+
 def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
     """Marks of a test module that needs GPUs; elsewhere its tests are skipped."""
     return [
