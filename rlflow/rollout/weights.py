@@ -19,7 +19,7 @@ from megatron_bridge.bind_vllm import bind, missing_parts, unfilled
 from megatron_bridge.checkpoints import open_source
 from megatron_bridge.errors import SyncError, UserError
 from megatron_bridge.execute import Traffic, Transfer, connect
-from megatron_bridge.groups import or_default
+from megatron_bridge.groups import gather_integers, or_default
 from megatron_bridge.layouts import Layout, VLLMLayout
 from megatron_bridge.layouts.layout import FLOAT32_KINDS
 from megatron_bridge.layouts.loader import LoaderLayout, portions
@@ -119,9 +119,12 @@ class WeightReceiver:
         return traffic
 
     def _bound(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Transfer:
-        """The transfer from these tensors, made once as long as the same ones come."""
+        """The transfer from these tensors, made once as long as the same ones come to every rank."""
         places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        if self._last is None or self._last[:2] != (layout, places):
+        known = self._last is not None and self._last[:2] == (layout, places)
+        # A new transfer's first run agrees with the other ranks' first runs: where one rank needs it, all make one.
+        known_everywhere = all(same for (same,) in gather_integers(or_default(None), [known]))
+        if self._last is None or not known_everywhere:
             self._last = layout, places, self._connect(layout, self.layout, tensors, self._tensors)
         return self._last[2]
 

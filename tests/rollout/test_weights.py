@@ -95,3 +95,27 @@ def test_what_a_loader_passes_over_stops_every_rank(world: Callable[..., Any]) -
     assert message == "ranks [1] could not send or take their weights"
     assert refused
     assert refused_1
+
+
+def _with_moved_tensors(moved: int) -> bool:
+    arch, rank = toy_experts(), dist.get_rank()
+    source, layout = MegatronLayout(arch, tp=2), VLLMLayout(arch, tp=2)
+    checkpoint = {name: tensor.float() for name, tensor in labelled(arch).items()}
+    held, due = shards(checkpoint, source)[rank], shards(checkpoint, layout)[rank]
+    filled = {name: torch.zeros_like(tensor) for name, tensor in due.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "vllm_weights", lambda llm: filled)
+        patch.setattr(compat, "renew_vllm_derived", lambda llm: None)
+        receiver = WeightReceiver(layout, object(), torch.float32, BUCKET, startup_proof=False, checksum=True)  # type: ignore[arg-type]
+        receiver.receive(source, held)
+        if rank == moved:
+            held = {name: tensor.clone() for name, tensor in held.items()}
+        for tensor in held.values():
+            tensor.mul_(2)
+        receiver.receive(source, held)
+    return all(torch.equal(filled[name], 2 * tensor) for name, tensor in due.items())
+
+
+def test_tensors_of_one_rank_may_move_between_syncs(world: Callable[..., Any]) -> None:
+    """As they do where weights were offloaded: all ranks bind anew then, because a new transfer agrees on its plan."""
+    assert world(2, _with_moved_tensors, 1) == [True, True]
