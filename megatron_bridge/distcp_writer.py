@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_bridge.boxes import shape_of
 from megatron_bridge.checkpoints import cast_dtypes, dtypes_in
 from megatron_bridge.distcp import METADATA, TRACKER
-from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture
-from megatron_bridge.files import write_all
+from megatron_bridge.files import write_all, writing
 from megatron_bridge.fill import MAPPED_BYTES, Filler
 from megatron_bridge.folders import Carried, NewFolder, make_durable, together
 from megatron_bridge.layouts import Layout, MegatronLayout
@@ -213,8 +212,12 @@ def _placed(contents: Sequence[Chunk | str]) -> Iterator[Entry]:
 
 def _nothing() -> bytes:
     """What Megatron keeps where a module has no state besides its weights."""
+    return _archived([None])
+
+
+def _archived(value: object) -> bytes:
     file = io.BytesIO()
-    torch.save([None], file)
+    torch.save(value, file)
     return file.getvalue()
 
 
@@ -230,16 +233,13 @@ def _write_file(folder: Path, files: Files, rank: int, filler: Filler, progress:
     if rank not in files.entries:
         return
     path = folder / files.names[rank]
-    try:
-        with path.open("wb", buffering=0) as file:
-            for begin, _, content in files.entries[rank]:
-                write_all(file, memoryview(bytes(begin - file.tell())))
-                if isinstance(content, Chunk):
-                    _write_chunk(file, content, filler, progress)
-                else:
-                    write_all(file, memoryview(_nothing()))
-    except OSError as error:
-        raise UserError(path, f"cannot be written: {error.strerror}") from error
+    with writing(path), path.open("wb", buffering=0) as file:
+        for begin, _, content in files.entries[rank]:
+            write_all(file, memoryview(bytes(begin - file.tell())))
+            if isinstance(content, Chunk):
+                _write_chunk(file, content, filler, progress)
+            else:
+                write_all(file, memoryview(_nothing()))
 
 
 def _write_chunk(file: io.FileIO, chunk: Chunk, filler: Filler, progress: Callable[[int], None]) -> None:
@@ -277,19 +277,19 @@ def _metadata(files: Files) -> Metadata:
 def _finish(
     new: NewFolder, carried: Carried, files: Files, dtype: torch.dtype | None, beside: Mapping[str, str]
 ) -> None:
-    folder, arch = new.partial / ITERATION, files.layout.arch
-    with (folder / METADATA).open("wb") as file:
-        pickle.dump(_metadata(files), file)
+    folder = new.partial / ITERATION
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     common = {"common_backend": "torch", "common_backend_version": 1}  # until megatron-core 0.16
-    (folder / "metadata.json").write_text(json.dumps(backend | common))
-    torch.save(_common_state(arch), folder / "common.pt")
-    make_durable(folder)
-    (new.partial / TRACKER).write_text("0")
-    for name, text in beside.items():
-        (new.partial / name).write_text(text, encoding="utf-8")
-    carried.copy(new.partial, dtype)
-    new.publish()
+    with writing(folder):
+        (folder / METADATA).write_bytes(pickle.dumps(_metadata(files)))
+        (folder / "metadata.json").write_text(json.dumps(backend | common))
+        (folder / "common.pt").write_bytes(_archived(_common_state(files.layout.arch)))
+        make_durable(folder)
+        (new.partial / TRACKER).write_text("0")
+        for name, text in beside.items():
+            (new.partial / name).write_text(text, encoding="utf-8")
+        carried.copy(new.partial, dtype)
+        new.publish()
 
 
 def _common_state(arch: Architecture) -> dict[str, object]:

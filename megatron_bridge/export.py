@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_bridge.checkpoints import cast_dtypes, dtypes_in, names_of, open_source
 from megatron_bridge.contents import DEFAULT_FILE_BYTES, Contents, plan_contents
 from megatron_bridge.execute import DEFAULT_BUCKET_BYTES, Traffic, connect
-from megatron_bridge.files import MappedFile, close_files, tensor_files, write_index
+from megatron_bridge.files import MappedFile, close_files, tensor_files, write_index, writing
 from megatron_bridge.folders import Carried, NewFolder, together
 from megatron_bridge.layouts import Layout
 from megatron_bridge.prediction import copy_predictions
@@ -81,11 +81,12 @@ def begin_hf(new: NewFolder, carried: Carried, contents: Contents) -> None:
 
 def finish_hf(new: NewFolder, carried: Carried, contents: Contents, dtype: torch.dtype | None) -> None:
     """Write the index, what is carried over, and give the folder its name."""
-    wanted = contents.shapes.keys() | copy_predictions(carried.source, new.partial, contents.layout)
-    if len(list(new.partial.glob("*.safetensors"))) > 1:
-        write_index(new.partial)
-    written = set(tensor_files(new.partial))
-    if written != wanted:
-        raise RuntimeError(f"{new.partial} lacks or adds tensors: {sorted(written ^ wanted)[:8]}")
-    carried.copy(new.partial, dtype)
-    new.publish()
+    with writing(new.partial):
+        wanted = contents.shapes.keys() | copy_predictions(carried.source, new.partial, contents.layout)
+        if len(list(new.partial.glob("*.safetensors"))) > 1:
+            write_index(new.partial)
+        written = set(tensor_files(new.partial))
+        if written != wanted:
+            raise RuntimeError(f"{new.partial} lacks or adds tensors: {sorted(written ^ wanted)[:8]}")
+        carried.copy(new.partial, dtype)
+        new.publish()

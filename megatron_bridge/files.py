@@ -4,6 +4,7 @@ One file at a time lives here, and a folder's index. Which tensors go where is l
 model folder holds to `folders`.
 """
 
+import contextlib
 import io
 import json
 import mmap
@@ -162,13 +163,19 @@ def stream_file(path: Path, shapes: Shapes, values: Callable[[str, torch.dtype],
     `values(name, dtype)` yields the elements of a tensor part by part, each contiguous and looked at once.
     """
     beginning, entries = encode_header(shapes)
+    with writing(path), path.open("wb", buffering=0) as file:
+        write_all(file, memoryview(beginning))
+        for name in entries:
+            for part in values(name, shapes[name][1]):
+                write_all(file, memoryview(part.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses to take is a UserError that names the path."""
     try:
-        with path.open("wb", buffering=0) as file:
-            write_all(file, memoryview(beginning))
-            for name in entries:
-                for part in values(name, shapes[name][1]):
-                    write_all(file, memoryview(part.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         raise UserError(path, f"cannot be written: {error.strerror}") from error
 
@@ -185,7 +192,7 @@ class MappedFile:
     def __init__(self, path: Path, shapes: Shapes) -> None:
         beginning, entries = encode_header(shapes)
         size = len(beginning) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        with path.open("w+b") as file:
+        with writing(path), path.open("w+b") as file:
             file.write(beginning)
             file.flush()
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not in a page fault

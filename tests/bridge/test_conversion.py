@@ -344,6 +344,21 @@ def test_a_disk_that_is_full(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.parametrize("kind", ["hf", "megatron"])
+def test_a_disk_that_is_full_in_the_end(run: Run, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights fit, and what goes beside them does not."""
+    source = toy_folder(tmp_path / "source")
+
+    def no_space(*paths: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("shutil.copyfile", no_space)
+    said = run("reshard", "--from", source, "--to", tmp_path / "out", "--format", kind, code=2)
+    assert said.startswith(f"error: {tmp_path / 'out.partial'}")
+    assert said.endswith(": cannot be written: No space left on device\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def test_a_target_that_cannot_be_written_to(run: Run, tmp_path: Path) -> None:
     source = toy_folder(tmp_path / "source")
     said = run("import", "--hf", source, "--out", "/proc/model", code=2)
