@@ -24,8 +24,11 @@ from rlflow.rollout.vllm_engine import VLLMRollout
 from rlflow.rollout.weights import WeightReceiver
 
 PROMPTS, LENGTH = 8, 32  # prompts of parity, and most tokens of a prompt and of a response
-LARGEST_GAP = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.05, "fp8": 0.2}
-"""Mean difference of log-probs up to which two ways of computing them agree, by the engine's number format."""
+LARGEST_GAP = {"float32": 1e-4, "float16": 0.2, "bfloat16": 0.2, "fp8": 0.5}
+"""Mean difference of log-probs up to which two ways of computing them agree, by the engine's number format.
+
+Real models come to a tenth of this; random ones, whose logits spread wider, to half. A wrong weight costs whole nats.
+"""
 
 
 def verify(config: Config, *, parity: bool) -> int:

@@ -147,8 +147,9 @@ class Rollout:
         "Number format of the rollout; null: `model.dtype`.", None
     )
     quantization: Literal["fp8"] | None = key(
-        "Number format that vLLM gives the weights of linear layers as it loads them; null: `rollout.dtype`.", None
-    )
+        "Number format that vLLM gives the weights of linear layers as it loads them; null: `rollout.dtype`. Its "
+        "samples are those of a slightly different model: see `algorithm.importance_correction`.", None,
+    )  # fmt: skip
     deterministic: bool = key("Seed each sample by itself, so that samples do not depend on the layout; slower.", False)
     cuda_graphs: bool = key("Decode with CUDA graphs; without CUDA there are none.", True)
     sleep_level: int = key("What vLLM frees during training: 0 nothing, 1 weights to the host, 2 weights.", 2,
