@@ -23,8 +23,14 @@ Modules: `families` and `layouts` are data and pure functions; `boxes` is the al
 node needs and who holds it, `balance` which of several sends, `plan` who sends what, `streams` in which order;
 `placement` chooses where slices lie, `describe` says what a plan moves. `execute` carries it out: `copies` many at
 once, with a kernel on GPUs, `exchange` what goes between ranks, `checksum` what arrived, `agreement` what all must have
-in common; `worlds` joins the processes of two jobs. `files` maps safetensors, `checkpoints` and `export` read and write
-model folders; `bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the
-engine's own loader; `compat` is the one place for version differences. Ranks are those of the process group that a
-transfer runs on. What a user can mend is raised as `UserError`.
+in common; `worlds` joins the processes of two jobs.
+
+Folders: `files` has safetensors, `distcp` and `torch_archive` Megatron's checkpoints, `folders` what lies beside weights
+and how a new folder appears; `checkpoints` loads from any folder, `export` writes what ranks hold. Converting needs no
+transfer: `fill` makes any window of a target from mapped files, `hf_writer` and `distcp_writer` write them one after
+another, `conversion` are the commands and `cli` their table.
+
+`bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the engine's own loader;
+`compat` is the one place for version differences. Ranks are those of the process group that a transfer runs on. What a
+user can mend is raised as `UserError`.
 """
