@@ -102,6 +102,11 @@ class MegatronLayout(Layout):
         names = self.order.split("-")
         if len(set(names)) != len(names) or not {"tp", "dp", "pp"} <= set(names):
             faults.append(f"order {self.order!r} does not name tp, dp and pp once each")
+        sizes = {"cp": self.cp, "ep": self.ep}
+        faults += [
+            f"order {self.order!r} does not name {name}, whose size is {size}"
+            for name, size in sizes.items() if size > 1 and name not in names
+        ]  # fmt: skip
         if len(self.stages) != self.pp * self.vpp or sum(self.stages) != self.arch.layers or min(self.stages) < 0:
             stages, layers = "-".join(map(str, self.stages)), self.arch.layers
             virtual = f" of {self.vpp} chunks" if self.vpp > 1 else ""

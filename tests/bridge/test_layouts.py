@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from megatron_bridge.boxes import tiles
+from megatron_bridge.checkpoints import name_faults
 from megatron_bridge.errors import UserError
+from megatron_bridge.execute import check_tensors
 from megatron_bridge.layouts import HFLayout, MegatronLayout, VLLMLayout
-from tests.bridge.toys import gathered, labelled, move, rows, shards, toy
+from megatron_bridge.plan import make_plan
+from tests.bridge.toys import gathered, labelled, move, rows, shards, toy, toy_experts
 
+SOME_NORM = "model.layers.0.self_attn.q_norm.weight"
 QKV = "decoder.layers.0.self_attention.linear_qkv"
 LEFT, RIGHT = [100, 101, 102, 103, 200, 201, 300, 301], [104, 105, 106, 107, 202, 203, 302, 303]
 
@@ -56,6 +60,39 @@ def test_gate_and_up_are_cut_apart() -> None:  # cases.md A17
 def test_each_of_gate_and_up_must_split() -> None:  # cases.md A17: 2·3 splits in two, 3 does not
     with pytest.raises(UserError, match="intermediate size 3 does not split over tensor parallel size 2"):
         MegatronLayout(toy(intermediate_size=3), 2)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_norms_of_queries_and_keys_are_whole_on_every_rank(tp: int) -> None:  # cases.md A18
+    """[head_dim] values 0.5 … 1.5, of more ranks than KV heads too; each is exported once, and comes from somewhere."""
+    arch = toy(model_type="qwen3", head_dim=6)
+    checkpoint = labelled(arch, torch.float32)
+    values = torch.linspace(0.5, 1.5, 6)
+    names = [f"model.layers.1.self_attn.{name}_norm.weight" for name in "qk"]
+    for name, reverse in zip(names, (False, True), strict=True):
+        checkpoint[name] = values.flip(0) if reverse else values
+    layout = MegatronLayout(arch, tp)
+    held = shards(checkpoint, layout)
+    for rank in range(tp):
+        norms = [held[rank][f"decoder.layers.1.self_attention.{name}_layernorm.weight"] for name in "qk"]
+        assert torch.equal(norms[0], values)
+        assert torch.equal(norms[1], values.flip(0))
+    exported = gathered(layout, held)
+    assert [name for name in exported if "_norm" in name and ".1.self" in name] == names
+    assert all(torch.equal(exported[name], checkpoint[name]) for name in checkpoint)
+
+
+def test_every_parameter_has_a_source_and_every_tensor_a_target() -> None:  # cases.md A18: Qwen3 with and without norms
+    with_norms, without = toy(model_type="qwen3"), toy()
+    with pytest.raises(UserError, match="layouts of different models"):
+        make_plan(HFLayout(without, (0,)), MegatronLayout(with_norms))
+    built = {name: torch.empty(param.shape) for name, param in MegatronLayout(with_norms).parameters(0).items()}
+    fault = "decoder.layers.0.self_attention.q_layernorm.weight has no place in the layout"
+    with pytest.raises(UserError, match=fault):
+        check_tensors(MegatronLayout(without), 0, built)
+    held = HFLayout(with_norms, (0,)).parameters(0).keys()
+    assert f"{SOME_NORM} is not a tensor of a llama model" in name_faults(held, HFLayout(without, (0,)))
+    assert name_faults(held - {SOME_NORM}, HFLayout(with_norms, (0,))) == [f"{SOME_NORM} is missing"]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +154,10 @@ def test_grid_orders() -> None:
     assert [elsewhere.shard(7, "layer"), elsewhere.shard(3, "layer"), elsewhere.units(0)] == [0, 1, ()]
     with pytest.raises(UserError, match="order 'tp-pp' does not name tp, dp and pp once each"):
         MegatronLayout(arch, order="tp-pp")
+    with pytest.raises(UserError, match="order 'tp-dp-pp' does not name cp, whose size is 2"):
+        MegatronLayout(arch, cp=2, order="tp-dp-pp")
+    with pytest.raises(UserError, match="order 'pp-tp-dp' does not name ep, whose size is 2"):
+        MegatronLayout(toy_experts(), ep=2, dp=2, order="pp-tp-dp")
     with pytest.raises(UserError, match=r"ranks \[0, 1, 2\] do not fill tp 2 × pp 1 × dp 2"):
         MegatronLayout(arch, tp=2, dp=2, ranks=(0, 1, 2))
 
