@@ -50,6 +50,16 @@ def test_the_older_name_of_rope_type() -> None:
     assert toy(rope_scaling={"type": "linear", "factor": 2.0}).rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
+def test_mixtrals_own_defaults() -> None:
+    """transformers' MixtralConfig: a base of a million and a larger epsilon, where a config is silent."""
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    silent = toy(**experts)
+    assert (silent.rope_theta, silent.norm_eps) == (1e6, 1e-5)
+    said = toy(**experts, rope_parameters={"rope_theta": 500.0, "rope_type": "default"}, rms_norm_eps=1e-6)
+    assert (said.rope_theta, said.norm_eps) == (500.0, 1e-6)
+    assert toy(**experts, rope_theta=700.0).rope_theta == 700.0
+
+
 def test_contradictory_rope_is_refused() -> None:
     with pytest.raises(UserError, match=r"rope_theta is 10000 but rope_parameters.rope_theta is 500000"):
         toy(rope_theta=10000, rope_parameters={"rope_theta": 500000})
