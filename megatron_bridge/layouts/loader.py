@@ -3,6 +3,7 @@
 A rank gets the tensors of which its engine holds any part there, so under expert or pipeline parallelism not all.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from megatron_bridge.boxes import Box, Param, Piece, meet
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts.hf import HFLayout
-from megatron_bridge.layouts.layout import Layout, Unit
+from megatron_bridge.layouts.layout import Layout, Unit, canonical_units
 from megatron_bridge.layouts.part import Part
 
 
@@ -61,6 +62,12 @@ class Portion(NamedTuple):
         """What a layout holds of this portion."""
         return SomeBoxes(layout, self.units, self.boxes) if self.boxes else Part(layout, self.units)
 
+    def first_alike(self, source: Layout, target: Layout) -> "Portion":
+        """The portion whose plan fits this one too, its parameters being the same ones in the same order."""
+        if len(self.units) > 1:
+            return self
+        return self._replace(units=frozenset(_firsts(source, target)[unit] for unit in self.units))
+
 
 def portions(arch: Architecture, limit: int) -> list[Portion]:
     """A model in the order of its forward pass, at most `limit` elements at a time or a single tensor (one expert's).
@@ -106,6 +113,21 @@ def _joined(last: tuple[str, Box], piece: Piece) -> Box | None:
     if name != piece.name or box[1:] != piece.box[1:] or box[0][1] != piece.box[0][0]:
         return None
     return ((box[0][0], piece.box[0][1]), *box[1:])
+
+
+@lru_cache(maxsize=16)
+def _firsts(source: Layout, target: Layout) -> dict[str, str]:
+    """For each unit the first one of its kind that the same ranks hold, on both sides, so that it is sent alike."""
+    holders: dict[str, list[Hashable]] = {unit.canonical: [unit.kind] for unit in canonical_units(source.arch)}
+    for layout in (source, target):
+        ranks: dict[tuple[Unit, ...], list[int]] = defaultdict(list)
+        for rank in layout.ranks:
+            ranks[layout.units(rank)].append(rank)
+        for units, held_by in ranks.items():
+            for unit in units:
+                holders[unit.canonical].append((layout is source, *held_by))
+    firsts: dict[tuple[Hashable, ...], str] = {}
+    return {canonical: firsts.setdefault(tuple(found), canonical) for canonical, found in holders.items()}
 
 
 @lru_cache(maxsize=1024)

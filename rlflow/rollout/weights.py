@@ -149,12 +149,19 @@ class WeightReceiver:
     def _arriving(
         self, layout: Layout, tensors: Mapping[str, torch.Tensor], moved: list[Traffic]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole tensors that this rank's loader needs, portion by portion, which all ranks exchange together."""
+        """The whole tensors that this rank's loader needs, portion by portion, which all ranks exchange together.
+
+        Layers alike are sent by the plan of the first, as if their tensors were its own.
+        """
         for portion in self._portions:
-            source, target = portion.of(layout), portion.of(self._wanted)
-            held = {name: tensors[name] for name in source.parameters(self._rank)}
-            filled = self._empty(target)
-            transfer = self._connect(source, target, held, filled)
+            held = [tensors[name] for name in portion.of(layout).parameters(self._rank)]
+            filled = self._empty(portion.of(self._wanted))
+            first = portion.first_alike(layout, self._wanted)
+            source, target = first.of(layout), first.of(self._wanted)
+            transfer = self._connect(
+                source, target, dict(zip(source.parameters(self._rank), held, strict=True)),
+                dict(zip(target.parameters(self._rank), filled.values(), strict=True)),
+            )  # fmt: skip
             moved.append(transfer.run())
             transfer.release()
             yield from filled.items()

@@ -79,5 +79,23 @@ def test_portions_arrive_whole_from_every_layout(source: dict, engine: dict) -> 
             assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in tensors.items())
 
 
+def test_layers_alike_are_planned_once() -> None:
+    """Of six layers on two stages the first of each stage and kind; layer 3 is the dense one."""
+    arch = toy_experts(num_hidden_layers=6, mlp_only_layers=[3])
+    source, wanted = MegatronLayout(arch, pp=2), LoaderLayout(VLLMLayout(arch, tp=2))
+    firsts = {}
+    for portion in portions(arch, 1):
+        (unit,), (first,) = portion.units, portion.first_alike(source, wanted).units
+        firsts[unit] = first
+        for layout in (source, wanted):
+            here, there = (one.of(layout) for one in (portion, portion.first_alike(source, wanted)))
+            names = ([name.split(".", 3)[-1] for name in part.parameters(0)] for part in (here, there))
+            assert next(names) == next(names)
+    layers = {unit: first for unit, first in firsts.items() if unit.count(".") == 3}
+    assert list(layers.values()) == [f"model.layers.{layer}." for layer in (0, 0, 0, 3, 4, 4)]
+    assert firsts["model.layers.5.mlp.experts."] == "model.layers.4.mlp.experts."
+    assert firsts["lm_head."] == "lm_head."
+
+
 def _part(layout: Layout, held: dict[int, dict[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
     return {rank: {name: tensors[name] for name in layout.parameters(rank)} for rank, tensors in held.items()}
