@@ -88,15 +88,6 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in listed.items()}
 
 
-def tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Tensor name -> dtype, from the files' headers."""
-    return {
-        name: DTYPES[entry["dtype"]]
-        for path in sorted(set(tensor_files(folder).values()))
-        for name, entry in read_header(path).items()
-    }
-
-
 class MappedTensors(dict[str, Tensor]):
     """Tensors by name that are views of mapped files; what was read of them stays in memory until `release`."""
 

@@ -16,11 +16,12 @@ import torch
 from megatron_bridge import compat
 from megatron_bridge.bind_vllm import is_used, unfilled
 from megatron_bridge.checksum import digest
+from megatron_bridge.copies import FusedCopies
 from megatron_bridge.errors import UserError
 from megatron_bridge.layouts import Layout, VLLMLayout
 from megatron_bridge.layouts.loader import LoaderLayout
 from megatron_bridge.layouts.part import OneRank
-from megatron_bridge.plan import Copy, Place, make_plan
+from megatron_bridge.plan import Copy, make_plan
 
 TABLE = 1_048_573  # length of the table of known values, a prime
 SHOWN = 4  # of what a loader left out
@@ -73,15 +74,9 @@ def _write(
     for copy in make_plan(source, target, itemsize=values.dtype.itemsize).into(rank):
         copies[copy.source.parameter].append(copy)
     for name, parts in copies.items():
-        value = values[name]
-        for shape, here, there in parts:
-            _region(tensors[there.parameter], shape, there).copy_(_region(value, shape, here))
+        FusedCopies(parts, {name: values[name]}, tensors).run()
     for name, elements in target.padding(rank).items():
         tensors[name].view(-1)[-elements:].zero_()
-
-
-def _region(tensor: torch.Tensor, shape: tuple[int, ...], place: Place) -> torch.Tensor:
-    return tensor.as_strided(shape, place.strides, tensor.storage_offset() + place.offset)
 
 
 class KnownValues(Mapping[str, torch.Tensor]):
