@@ -101,12 +101,13 @@ def save_qwen(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(0)
+    gemma = family.startswith("gemma")  # its norms multiply by 1 + w, its embeddings by the root of their size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.normal_(0.0 if "bias" in name else 1.0, 0.1, generator=generator)
+                parameter.normal_(0.0 if "bias" in name or gemma else 1.0, 0.1, generator=generator)
             else:
-                parameter.normal_(0.0, 0.05 if "embed" in name else 0.02, generator=generator)
+                parameter.normal_(0.0, 0.05 if "embed" in name and not gemma else 0.02, generator=generator)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
