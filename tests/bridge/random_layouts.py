@@ -16,24 +16,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "mlp_only_layers": [1]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 1},
-}
+    "gemma3_text": {},
+    "glm": {"attention_bias": True},
+    "glm4": {},
+    "deepseek_v3": {  # latents that split over as many ranks as the heads
+        **EXPERTS, "num_key_value_heads": 8, "q_lora_rank": 8, "kv_lora_rank": 6, "qk_rope_head_dim": 2,
+        "qk_nope_head_dim": 3, "v_head_dim": 5, "n_routed_experts": 4, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
 
 
 @st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     family = draw(st.sampled_from(list(FAMILIES)))
-    return toy(
-        model_type=family,
-        num_hidden_layers=draw(st.integers(2, 5)),
-        hidden_size=draw(st.sampled_from([3, 8])),
-        num_attention_heads=8,
-        num_key_value_heads=draw(st.sampled_from([1, 2, 4, 8])),
-        head_dim=draw(st.sampled_from([4, 8])),
-        intermediate_size=8,
-        vocab_size=draw(st.integers(5, 130)),
-        tie_word_embeddings=draw(st.booleans()),
-        **FAMILIES[family],
-    )
+    drawn = {
+        "num_hidden_layers": draw(st.integers(2, 5)),
+        "hidden_size": draw(st.sampled_from([3, 8])),
+        "num_attention_heads": 8,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4, 8])),
+        "head_dim": draw(st.sampled_from([4, 8])),
+        "intermediate_size": 8,
+        "vocab_size": draw(st.integers(5, 130)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    return toy(model_type=family, **{**drawn, **FAMILIES[family]})
 
 
 @st.composite
