@@ -76,8 +76,16 @@ class NewFolder:
         """Where the files go until the folder is whole."""
         return Path(f"{self.target}.partial")
 
+    @property
+    def replaced(self) -> Path:
+        """Where an older folder of the name waits until the new one has it."""
+        return Path(f"{self.target}.replaced")
+
     def check(self) -> None:
         """UserError if the target may not be written; touches nothing."""
+        for left in (self.partial, self.replaced):
+            if left.exists():
+                _check_removable(left)
         if self.target.is_symlink():
             raise UserError(self.target, "is a link: give the folder itself")
         if not self.target.exists():
@@ -89,10 +97,7 @@ class NewFolder:
                 raise UserError(self.target, "would be replaced, but it is read from: give another target")
         if not self.overwrite:
             raise UserError(self.target, "exists already: give another target, or --overwrite to replace it")
-        replaceable = (*TOKENIZER_FILES, CONFIG, GENERATION, *WEIGHTS)
-        ours = {path for pattern in replaceable for path in self.target.glob(pattern)}
-        if foreign := sorted(path.name for path in self.target.iterdir() if path not in ours):
-            raise UserError(self.target, f"holds files that are no part of a model: {', '.join(foreign[:8])}")
+        _check_removable(self.target)
 
     def begin(self, needed: int) -> None:
         """Make the empty partial folder, without what an interrupted run left there.
@@ -125,27 +130,39 @@ class NewFolder:
     def publish(self) -> None:
         """Give the folder its name; an older one that has it goes only then."""
         make_durable(self.partial)
-        replaced = Path(f"{self.target}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(self.replaced, ignore_errors=True)
         if self.target.exists():
-            self.target.rename(replaced)
+            self.target.rename(self.replaced)
         self.partial.rename(self.target)
-        make_durable(self.target.absolute().parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _sync(self.target.absolute().parent)
+        shutil.rmtree(self.replaced, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
+def _check_removable(folder: Path) -> None:
+    """UserError for a folder that holds anything but a model, or what was written of one."""
+    patterns = (*TOKENIZER_FILES, CONFIG, GENERATION, *WEIGHTS)
+    ours = {path for pattern in patterns for path in folder.glob(pattern)}
+    if foreign := sorted(path.name for path in folder.iterdir() if path not in ours):
+        raise UserError(folder, f"holds files that are no part of a model: {', '.join(foreign[:8])}")
+
+
 def make_durable(folder: Path) -> None:
-    """Have a folder's names on the disk, and the content of the small files in it."""
-    for path in (*(path for path in folder.iterdir() if path.is_file()), folder):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Have a folder's names, and the content of the files in it, on the disk."""
+    for path in (path for path in folder.iterdir() if path.is_file()):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def together(action: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:

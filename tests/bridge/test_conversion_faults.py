@@ -77,6 +77,10 @@ def test_targets_are_not_replaced_unasked(run: Run, tmp_path: Path) -> None:
     again = ("import", "--hf", source, "--out", out)
     assert f"error: {out}: exists already: give another target, or --overwrite" in run(*again, code=2)
     run(*again, "--overwrite")
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis.txt").write_text("")
+    said = run("import", "--hf", source, "--out", tmp_path / "new", code=2)
+    assert said.startswith(f"error: {tmp_path / 'new.partial'}: holds files that are no part of a model: thesis.txt")
     (out / "iter_0000100").mkdir()
     assert "no part of a model: iter_0000100" in run(*again, "--overwrite", code=2)
     (tmp_path / "link").symlink_to(out)
@@ -132,7 +136,7 @@ def test_a_target_that_cannot_be_written_to(run: Run, tmp_path: Path) -> None:
 def test_an_interruption_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = toy_folder(tmp_path / "source"), tmp_path / "out"
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "of a run that was killed").write_text("")
+    (tmp_path / "out.partial" / SINGLE).write_text("of a run that was killed")
 
     class Interrupted(convert.Progress):
         def __call__(self, nbytes: int) -> None:
