@@ -46,8 +46,10 @@ def read_layouts(arch: Architecture, train: str, rollout: str, order: str) -> tu
     if engine.get("ep", 1) not in (1, engine.get("tp", 1)):
         fault = f"an engine's experts are on its tp ranks: ep is 1 or {engine.get('tp', 1)}"
         raise UserError(f"--rollout {rollout}", fault)
-    _check_split(arch, "--train", train, grid.get("tp", 1))
-    _check_split(arch, "--rollout", rollout, engine.get("tp", 1))
+    for option, text, sizes in (("--train", train, grid), ("--rollout", rollout, engine)):
+        if arch.experts is None and (sizes.get("ep", 1) > 1 or "etp" in sizes):
+            raise UserError(f"{option} {text}", f"this {arch.family} model has no experts to spread")
+        _check_split(arch, option, text, sizes.get("tp", 1))
     ranks = tuple(range(size * engine.get("dp", engines)))
     options: dict[str, Any] = {**grid, "stages": _read_stages(train), "order": order}
     try:

@@ -97,6 +97,8 @@ def test_data_parallelism_fills_the_same_ranks() -> None:
         ("--train tp=8,pp=5 --rollout tp=8", "--train tp=8,pp=5: stages of 7-7-7-7-7 layers are not 36 layers"),
         ("--train tp=8,dp=1 --rollout tp=16", "--rollout tp=16: 8 training ranks do not divide into engines of 16"),
         ("--train tp=8 --rollout tp=8,ep=2", "--rollout tp=8,ep=2: an engine's experts .*: ep is 1 or 8"),
+        ("--train tp=8 --rollout tp=8,ep=8", "--rollout tp=8,ep=8: this qwen3 model has no experts to spread"),
+        ("--train tp=4,dp=2,ep=2 --rollout tp=8", "--train tp=4,dp=2,ep=2: this qwen3 model has no experts to spread"),
         ("--train tp=8 --rollout tp=8 --order tp-dp", "--order tp-dp: order 'tp-dp' does not name tp, dp and pp"),
         ("--train tp=8 --rollout tp=8 --bucket-mib 0", "argument --bucket-mib: must be a whole number of at least 1"),
         ("--rollout tp=8", "the following arguments are required: --train"),
