@@ -10,12 +10,15 @@ from megatron_bridge.boxes import Param, interleave, stack, volume, whole
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import HFLayout, MegatronLayout
 from megatron_bridge.layouts.torch_dist import TorchDistLayout, candidates, cut_grids, key_names, stored, window
-from tests.bridge.toys import labelled, move, shards, toy, toy_experts
+from tests.bridge.toys import labelled, move, shards, toy, toy_experts, toy_latent
 
 MODELS = [
     toy(num_attention_heads=8, num_key_value_heads=2),  # more shards than KV heads cut through heads
     toy(tie_word_embeddings=True, vocab_size=130),
     toy_experts(num_hidden_layers=4),
+    toy_latent(q_lora_rank=8, kv_lora_rank=6),  # latents that four ranks share
+    toy(model_type="glm", head_dim=4),  # gate and up in one tensor
+    toy(model_type="gemma3_text"),
 ]
 
 
