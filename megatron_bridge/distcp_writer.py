@@ -151,13 +151,9 @@ def write_torch_dist(
     filler = together(lambda: Filler(source_layout, source, files.layout, rank=rank, mapped_bytes=mapped_bytes), group)
     lead = rank == files.layout.ranks[0]
     together(lambda: _begin(new, carried, files) if lead else None, group)
-    try:
+    with new.whole_or_nothing(lead):
         together(lambda: _write_file(new.partial / ITERATION, files, rank, filler, progress), group)
         together(lambda: _finish(new, carried, files, dtype, beside or {}) if lead else None, group)
-    except BaseException:
-        if lead:
-            new.discard()
-        raise
 
 
 # ---------------------------------------------------------------- planning

@@ -39,26 +39,28 @@ def export_hf(
     `source` is the folder the model came from: its config and generation settings are carried over, and the tokenizer
     files of `tokenizer` (by default the same folder). `dtype` None keeps the dtype of each of the source's tensors.
     Written beside as `<folder>.partial`, which all ranks must see, and renamed at the end; an older export under the
-    name is replaced. Raises UserError for a broken source or a target that holds anything but a model.
+    name is replaced. Nothing is left of a folder that is not finished. Raises UserError for a broken source or a target
+    that holds anything but a model.
     """
     carried = Carried(Path(source), Path(tokenizer or source))
     new = NewFolder(Path(folder), (carried.source, carried.tokenizer), overwrite=True)
     lead = rank == layout.ranks[0]
     contents = together(lambda: _contents(layout, Path(source), dtype, file_bytes), group)
     together(lambda: begin_hf(new, carried, contents) if lead else None, group)
-    mapped = together(lambda: _map_files(contents, new.partial, rank), group)
-    traffic = connect(
-        layout,
-        tensors,
-        contents.layout,
-        {name: tensor for file in mapped for name, tensor in file.tensors.items()},
-        rank=rank,
-        dtype=contents.sent,
-        group=group,
-        bucket_bytes=bucket_bytes,
-    ).run()
-    together(lambda: close_files(mapped), group)
-    together(lambda: finish_hf(new, carried, contents, dtype) if lead else None, group)
+    with new.whole_or_nothing(lead):
+        mapped = together(lambda: _map_files(contents, new.partial, rank), group)
+        traffic = connect(
+            layout,
+            tensors,
+            contents.layout,
+            {name: tensor for file in mapped for name, tensor in file.tensors.items()},
+            rank=rank,
+            dtype=contents.sent,
+            group=group,
+            bucket_bytes=bucket_bytes,
+        ).run()
+        together(lambda: close_files(mapped), group)
+        together(lambda: finish_hf(new, carried, contents, dtype) if lead else None, group)
     return traffic
 
 

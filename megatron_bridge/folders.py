@@ -5,10 +5,11 @@ model. Config, tokenizer and generation settings are carried over byte for byte.
 `distcp_writer`.
 """
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -140,6 +141,16 @@ class NewFolder:
     def discard(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self.partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def whole_or_nothing(self, lead: bool) -> Iterator[None]:
+        """While the folder is written, from its begin on: what ends this early removes it, on the rank that leads."""
+        try:
+            yield
+        except BaseException:
+            if lead:
+                self.discard()
+            raise
 
 
 def _check_removable(folder: Path) -> None:

@@ -39,15 +39,11 @@ def write_hf(
     """
     lead = rank == source_layout.ranks[0]
     together(lambda: begin_hf(new, carried, contents) if lead else None, group)
-    try:
+    with new.whole_or_nothing(lead):
         together(
             lambda: _write_files(new.partial, contents, source_layout, source, rank, mapped_bytes, progress), group
         )
         together(lambda: finish_hf(new, carried, contents, dtype) if lead else None, group)
-    except BaseException:
-        if lead:
-            new.discard()
-        raise
 
 
 def _write_files(

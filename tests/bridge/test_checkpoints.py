@@ -1,5 +1,6 @@
 """Hugging Face folders in and out: bitwise, truthful, complete, one writer a file."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -199,6 +200,18 @@ def test_a_checkpoint_of_two_dtypes_keeps_both(tmp_path: Path) -> None:
     assert all(
         after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in weights.items()
     )
+
+
+def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = toy_folder(tmp_path / "source")
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"out.partial/model.safetensors: cannot be written: No space left on device"):
+        round_trip(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def _fail_on(bad: int) -> str:
