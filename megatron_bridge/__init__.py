@@ -26,9 +26,10 @@ once, with a kernel on GPUs, `exchange` what goes between ranks, `checksum` what
 in common; `worlds` joins the processes of two jobs.
 
 Folders: `files` has safetensors, `distcp` and `torch_archive` Megatron's checkpoints, `folders` what lies beside
-weights and how a new folder appears; `checkpoints` loads from any folder, `export` writes what ranks hold. Converting
-needs no transfer: `fill` makes any window of a target from mapped files, `hf_writer` and `distcp_writer` write them one
-after another; `conversion` are the commands and `cli` their table.
+weights and how a new folder appears, `contents` what lies in which file of it; `checkpoints` loads from any folder,
+`export` writes what ranks hold; `score` makes score models of language models, `prediction` carries along what is no
+part of the model. Converting needs no transfer: `fill` makes any window of a target from mapped files, `hf_writer` and
+`distcp_writer` write them one after another; `conversion` are the commands and `cli` their table.
 
 `bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the engine's own loader;
 `compat` is the one place for version differences. Ranks are those of the process group that a transfer runs on. What a
