@@ -8,7 +8,6 @@ a `.metadata` pickle that says where. Bytes are read when they are copied. Which
 import io
 import mmap
 import pickle
-import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from megatron_bridge.layouts.torch_dist import (
     Grids,
     Stored,
     TorchDistLayout,
+    are_layers_stacked,
     candidates,
     key_names,
     whole_params,
@@ -173,7 +173,7 @@ class _Locator:
         self.held, self.arch = held, arch
         self.faults: dict[str, None] = {}
         self.known: set[str] = set()
-        self.stacked = any(re.match(r"decoder\.layers\.[a-z]", key) for key in held)
+        self.stacked = are_layers_stacked(held)
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Part]]] = {}
 
     def locate(self) -> dict[str, Located]:

@@ -20,7 +20,7 @@ from megatron_bridge.conversion.memory import show_bytes
 from megatron_bridge.distcp import find_iteration, read_metadata
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.files import DTYPES, read_header, tensor_files
-from megatron_bridge.layouts.torch_dist import IGNORED
+from megatron_bridge.layouts.torch_dist import IGNORED, are_layers_stacked
 
 FACTS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "head", "max_positions")
 
@@ -76,11 +76,13 @@ def describe_megatron(folder: Path) -> dict[str, Any]:
             other += nbytes
         else:
             tensors.append(_tensor(key, stored.shape, str(stored.dtype), nbytes) | {"chunks": len(stored.chunks)})
-    stacked = any(re.match(r"decoder\.layers\.[a-z]", key) for key in held)
     return {
         "folder": str(place),
         "kind": "Megatron torch_dist",
-        "layout": {"layers stacked": stacked, "config": str(model) if model else "none: give --hf to convert"},
+        "layout": {
+            "layers stacked": are_layers_stacked(held),
+            "config": str(model) if model else "none: give --hf to convert",
+        },
         **(_facts(load_architecture(model)) if model else {}),
         **_totals(tensors),
         **({"optimizer_bytes": other} if other else {}),

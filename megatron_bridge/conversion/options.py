@@ -88,10 +88,10 @@ def processes() -> Iterator[tuple[int, tuple[int, ...]]]:
             dist.destroy_process_group()
 
 
-def carry_out(args: argparse.Namespace, open_source: Callable[[tuple[int, ...]], tuple[Checkpoint, Target]]) -> int:
-    """Convert as the options say, or say what that would do."""
+def carry_out(args: argparse.Namespace, prepare: Callable[[tuple[int, ...]], tuple[Checkpoint, Target]]) -> int:
+    """Convert what `prepare` opens for all ranks, as the options say, or say what that would do."""
     with processes() as (rank, ranks):
-        source, target = together(lambda: open_source(ranks), None)
+        source, target = together(lambda: prepare(ranks), None)
         text = together(lambda: describe(source, target), None) if args.dry_run else convert(source, target, rank)
         if rank == 0:
             print(text)

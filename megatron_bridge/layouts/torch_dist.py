@@ -6,7 +6,7 @@ said here too; files are left to `distcp`.
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -204,6 +204,11 @@ def key_names(arch: Architecture, kind: str) -> dict[str, Names]:
                 local = other + local.removeprefix(prefix)
         names[param.name] = Names(fused.name, local, param.name)
     return names
+
+
+def are_layers_stacked(keys: Iterable[str]) -> bool:
+    """Whether these are the keys of a checkpoint that stacks its layers: their names have no numbers then."""
+    return any(re.match(r"decoder\.layers\.[a-z]", key) for key in keys)
 
 
 def is_homogeneous(arch: Architecture) -> bool:
