@@ -72,7 +72,7 @@ def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
     weights = open_hf(folder)
     layout = hf_layout(weights, arch)
     raise_faults(str(folder), name_faults(weights, layout))
-    if left_out := prediction_names(layout) & weights.keys():
+    if left_out := prediction_names(layout, weights) & weights.keys():
         say_left_out(str(folder), len(left_out))
     wanted = layout.parameters(0)
     shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
@@ -86,14 +86,10 @@ def hf_layout(names: Iterable[str], arch: Architecture, ranks: Sequence[int] = (
     """The layout in which a checkpoint with these tensors is read: their root, and whether experts are stacked."""
     given = set(names)
     roots = sorted(name.removesuffix(EMBEDDING_IN_ROOT) for name in given if name.endswith(f".{EMBEDDING_IN_ROOT}"))
-    family = FAMILIES[arch.family]
-    stacked = tuple(f".{family.moe_parts['experts']}{parameter.name}" for parameter in family.stacked)
-    return HFLayout(
-        arch,
-        tuple(ranks),
-        root=roots[0] if roots else ROOT,
-        stacked=any(name.endswith(stacked) for name in given),
-    )
+    layout = HFLayout(arch, tuple(ranks), root=roots[0] if roots else ROOT)
+    experts = [unit.prefix for unit in replace(layout, stacked=True).all_units if unit.kind == "experts"]
+    stacked = {prefix + parameter.name for prefix in experts for parameter in FAMILIES[arch.family].stacked}
+    return replace(layout, stacked=not stacked.isdisjoint(given))
 
 
 def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
@@ -111,7 +107,7 @@ def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
 def name_faults(names: Iterable[str], layout: HFLayout) -> list[str]:
     """What is wrong with a checkpoint's tensor names: wanted ones that are missing, and ones that nobody knows."""
     arch, given, wanted = layout.arch, set(names), set(layout.parameters(layout.ranks[0]))
-    unknown = [name for name in given - wanted - prediction_names(layout) if not is_ignored(name, layout)]
+    unknown = [name for name in given - wanted - prediction_names(layout, given) if not is_ignored(name, layout)]
     faults = [f"{name} is missing" for name in sorted(wanted - given)] + prediction_faults(given, layout)
     return faults + [f"{name} is not a tensor of a {arch.family} model" for name in sorted(unknown)]
 

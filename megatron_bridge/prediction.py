@@ -6,7 +6,7 @@ that has them gets them as they were.
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,17 @@ PART = 2**24  # elements that are copied at a time
 logger = logging.getLogger(__name__)
 
 
-def prediction_names(layout: HFLayout) -> frozenset[str]:
+def prediction_names(layout: HFLayout, given: Collection[str]) -> frozenset[str]:
     """The tensors of the layers after the last, as many as the config says, under a checkpoint's names.
 
-    Each is a layer of the last one's kind with the tensors that its family declares besides.
+    Each is a layer of the last one's kind with the tensors that its family declares besides. As these layers stay what
+    they were when a folder is written anew, the names `given` decide whether their experts are stacked.
     """
+    forms = [layout, replace(layout, stacked=not layout.stacked)] if FAMILIES[layout.arch.family].stacked else [layout]
+    return max(map(_names, forms), key=lambda names: len(names.intersection(given)))
+
+
+def _names(layout: HFLayout) -> frozenset[str]:
     arch, family, whole = layout.arch, FAMILIES[layout.arch.family], replace(layout, owners=None)
     count = int(arch.hf_config.get("num_nextn_predict_layers") or 0)
     if not count or not family.prediction:
@@ -43,8 +49,9 @@ def prediction_names(layout: HFLayout) -> frozenset[str]:
 
 def prediction_faults(names: Iterable[str], layout: HFLayout) -> list[str]:
     """What a checkpoint lacks that has some of these tensors; copies of what the model has anyway may be absent."""
-    wanted = prediction_names(layout)
-    given = wanted.intersection(names)
+    names = set(names)
+    wanted = prediction_names(layout, names)
+    given = wanted & names
     optional = FAMILIES[layout.arch.family].prediction_copies
     return [f"{name} is missing" for name in sorted(wanted - given) if given and not name.endswith(optional)]
 
@@ -63,7 +70,7 @@ def copy_predictions(source: Path, target: Path, layout: HFLayout) -> frozenset[
     if not any((source / name).exists() for name in (INDEX, SINGLE)):
         return frozenset()
     held = open_hf(source)
-    names = prediction_names(layout) & held.keys()
+    names = prediction_names(layout, held) & held.keys()
 
     def values(name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         for part in held[name].view(-1).split(PART):

@@ -81,7 +81,8 @@ class Family:
     (`layer`, `moe`, and others that begin so), `score` (a head of one output), and what layers with experts keep in
     units of their own, whose prefixes in the layer are `moe_parts`: `experts`, the routed ones, and `router_bias`.
     `transformer_engine` renames Megatron's parameters for its spec, kind by kind. `stacked` are the experts of
-    checkpoints that keep them in one tensor. `facts` reads what only this family's config says, as fields of
+    checkpoints that keep them in one tensor, where `stacked_prefix` may rename what begins so in a layer: from, to.
+    `facts` reads what only this family's config says, as fields of
     `Architecture`. `ignored` are regular expressions of tensors that checkpoints may hold and no one needs. `check`
     returns what a config asks for that the family does not do. `prediction` are the tensors that a layer behind the
     last one, which predicts further tokens, has besides those of a layer, `prediction_copies` those of them that
@@ -94,6 +95,7 @@ class Family:
     facts: Callable[[Mapping[str, Any]], dict[str, Any]] = no_facts
     moe_parts: Mapping[str, str] = field(default_factory=lambda: {"experts": "mlp.experts."})
     stacked: tuple[Parameter, ...] = ()
+    stacked_prefix: tuple[str, str] = ("", "")
     transformer_engine: Mapping[str, Mapping[str, str]] = field(
         default_factory=lambda: {"layer": FUSED_NORMS, "moe": ONLY_ATTENTION_FUSED}
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_bridge.families.architecture import Experts, Latent, read_scaling
 from megatron_bridge.families.declare import Block, Family, Parameter, Tensor
-from megatron_bridge.families.experts import ROUTED, router
+from megatron_bridge.families.experts import ROUTED, router, stacked
 from megatron_bridge.families.llama import MLP, NORMS, OUTER, gated, plain, unsupported
 
 DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
@@ -112,6 +112,7 @@ DEEPSEEK_V3 = Family(
     check=limits,
     facts=facts,
     moe_parts={"experts": "mlp.experts.", "router_bias": "mlp.gate."},
+    stacked=stacked(ROUTED),
     transformer_engine={
         "layer": UP_NORMS | DENSE_NORM,
         "moe": UP_NORMS,

@@ -30,11 +30,16 @@ def routed(gate: str, up: str, down: str) -> Block:
     )
 
 
+def stacked(experts: Block) -> tuple[Parameter, ...]:
+    """The experts of one layer as transformers 5 holds them: [experts, 2 · ffn, hidden], [experts, hidden, ffn]."""
+    gate_and_up, down = experts.vllm
+    return (
+        Parameter("gate_up_proj", gate_and_up.tensors, interleave="experts"),
+        Parameter("down_proj", down.tensors, interleave="experts"),
+    )
+
+
 ROUTED = routed("gate_proj", "up_proj", "down_proj")
-STACKED = (
-    Parameter("gate_up_proj", ROUTED.vllm[0].tensors, interleave="experts"),
-    Parameter("down_proj", ROUTED.vllm[1].tensors, interleave="experts"),
-)
 
 
 def router(name: str) -> Block:

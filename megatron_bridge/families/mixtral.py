@@ -5,9 +5,10 @@ from typing import Any
 
 from megatron_bridge.families.architecture import Experts
 from megatron_bridge.families.declare import Family
-from megatron_bridge.families.experts import routed, router, size_faults
+from megatron_bridge.families.experts import routed, router, size_faults, stacked
 from megatron_bridge.families.llama import ATTENTION, OUTER, unsupported
 
+ROUTED = routed("w1", "w3", "w2")
 THETA, NORM_EPS = 1_000_000.0, 1e-5  # what transformers takes where a config is silent
 
 
@@ -39,9 +40,11 @@ MIXTRAL = Family(
     {
         **OUTER,
         "moe": ATTENTION + router("block_sparse_moe.gate.weight"),
-        "experts": routed("w1", "w3", "w2"),
+        "experts": ROUTED,
     },
     check=limits,
     facts=facts,
     moe_parts={"experts": "block_sparse_moe.experts."},
+    stacked=stacked(ROUTED),
+    stacked_prefix=("block_sparse_moe.", "mlp."),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_bridge.families.architecture import Experts
 from megatron_bridge.families.declare import Family
-from megatron_bridge.families.experts import ROUTED, STACKED, router, size_faults
+from megatron_bridge.families.experts import ROUTED, router, size_faults, stacked
 from megatron_bridge.families.llama import ATTENTION, MLP, OUTER, unsupported_or_windowed
 from megatron_bridge.families.qwen3 import QK_NORMS
 
@@ -45,5 +45,5 @@ QWEN3_MOE = Family(
     },
     check=limits,
     facts=facts,
-    stacked=STACKED,
+    stacked=stacked(ROUTED),
 )

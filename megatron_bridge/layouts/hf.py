@@ -23,8 +23,9 @@ class HFLayout(Layout):
     """`owners` names the rank of each unit of `all_units`; None means that each rank of `ranks` holds all.
 
     `tied_head` writes a tied output matrix as a tensor of its own, for checkpoints that list both. `stacked`
-    checkpoints keep all routed experts of a layer in one tensor a projection. `root` is what their names begin with
-    instead of `model.`, as in models whose language part is one of several.
+    checkpoints keep all routed experts of a layer in one tensor a projection, as transformers 5 does in memory, and by
+    its names. `root` is what their names begin with instead of `model.`, as in models whose language part is one of
+    several.
     """
 
     arch: Architecture
@@ -37,7 +38,7 @@ class HFLayout(Layout):
     @cached_property
     def all_units(self) -> tuple[Unit, ...]:
         """The units of a checkpoint in the order of the forward pass."""
-        units = canonical_units(self.arch)
+        units = tuple(unit._replace(prefix=self._renamed(unit.prefix)) for unit in canonical_units(self.arch))
         if self.root != ROOT:
             units = tuple(unit._replace(prefix=re.sub(f"^{re.escape(ROOT)}", self.root, unit.prefix)) for unit in units)
         if self.tied_head and self.arch.tied:
@@ -60,12 +61,17 @@ class HFLayout(Layout):
             view = tensor.view(self.arch)
             box = whole(view)
             if "{}" not in tensor.name:
-                params.append(Param(tensor.name, self._shape(tensor, view), stack([(tensor.name, box)])))
+                params.append(Param(self._renamed(tensor.name), self._shape(tensor, view), stack([(tensor.name, box)])))
                 continue
             for index in range(view[0]):
                 pieces = stack([(tensor.name, ((index, index + 1), *box[1:]))])
                 params.append(Param(tensor.name.format(index), self._shape(tensor, (1, *view[1:])), pieces))
         return tuple(params)
+
+    def _renamed(self, name: str) -> str:
+        """A prefix of a unit, or a name in one, as checkpoints call it that keep experts together."""
+        before, after = FAMILIES[self.arch.family].stacked_prefix
+        return name.replace(before, after) if before and self.stacked else name
 
     @staticmethod
     def _shape(tensor: Tensor, view: tuple[int, ...]) -> tuple[int, ...]:

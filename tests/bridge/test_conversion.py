@@ -127,6 +127,21 @@ def test_stacked_experts(run: Run, tmp_path: Path) -> None:  # A14
     )
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, FAMILIES["latent"]], ids=["mixtral", "latent"])
+def test_other_families_stack_experts_too(run: Run, tmp_path: Path, config: dict[str, Any]) -> None:
+    source = toy_folder(tmp_path / "source", **({"num_hidden_layers": 3} | config))
+    run("reshard", "--from", source, "--to", tmp_path / "stacked", "--experts", "stacked")
+    assert open_hf(tmp_path / "stacked")["model.layers.2.mlp.experts.gate_up_proj"].dim() == 3
+    assert "0 not" in run("verify", source, tmp_path / "stacked")
+    back = there_and_back(run, tmp_path / "stacked", tmp_path, "--ep", 2)
+    assert_same(tmp_path / "stacked", back)
+    run("reshard", "--from", back, "--to", tmp_path / "again", "--experts", "separate")
+    assert_same(source, tmp_path / "again")
+
+
 def test_a_score_model(run: Run, tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     source = toy_folder(tmp_path / "source", **config)

@@ -20,6 +20,7 @@ from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.files import INDEX, SINGLE, open_hf
 from megatron_bridge.layouts import HFLayout, Layout, MegatronLayout, VLLMLayout
 from megatron_bridge.plan import make_plan
+from tests.bridge.test_conversion import Run
 from tests.bridge.toys import empty, gathered, labelled, move, rows, shards, toy_latent
 
 FULL_QUERIES = {"q_lora_rank": None}
@@ -323,6 +324,31 @@ def test_layers_that_predict_further_tokens_are_left_out_and_carried_along(
     before, after = open_hf(source), open_hf(tmp_path / "out")
     assert before.keys() == after.keys() == json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"].keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_such_layers_stay_as_they_were_where_experts_are_stacked_and_apart_again(run: Run, tmp_path: Path) -> None:
+    source, extra = with_prediction(tmp_path / "source")
+    run("reshard", "--from", source, "--to", tmp_path / "stacked", "--experts", "stacked")
+    stacked = open_hf(tmp_path / "stacked")
+    assert "model.layers.2.mlp.experts.gate_up_proj" in stacked
+    assert all(torch.equal(stacked[name], extra[name]) for name in extra)
+    run("reshard", "--from", tmp_path / "stacked", "--to", tmp_path / "again", "--experts", "separate")
+    before, after = open_hf(source), open_hf(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert "0 not" in run("verify", source, tmp_path / "stacked")
+
+
+def test_what_megatron_cannot_hold_is_counted_apart(run: Run, tmp_path: Path) -> None:
+    source, extra = with_prediction(tmp_path / "source")
+    run("import", "--hf", source, "--out", tmp_path / "megatron")
+    said = f"left out: {len(extra)} tensors of layers that predict further tokens"
+    for folders in ((source, tmp_path / "megatron"), (tmp_path / "megatron", source)):
+        found = run("verify", *folders)
+        assert said in found
+        assert "0 not (0 missing" in found
+    run("export", "--megatron", tmp_path / "megatron", "--out", tmp_path / "back")  # two of Hugging Face's may differ
+    assert f"{len(extra)} not" in run("verify", source, tmp_path / "back", code=1)
 
 
 def test_a_part_of_such_a_layer_is_refused_by_name(tmp_path: Path) -> None:  # cases.md A25

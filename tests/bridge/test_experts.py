@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_bridge.checkpoints import hf_layout
 from megatron_bridge.errors import UserError
+from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import HFLayout, Layout, MegatronLayout, VLLMLayout
-from tests.bridge.toys import gathered, labelled, move, rows, shards, toy, toy_experts
+from tests.bridge.toys import gathered, labelled, move, rows, shards, toy, toy_experts, toy_latent
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -39,6 +41,36 @@ def test_stacked_experts() -> None:  # cases.md A14: E = 2, I = 2, H = 3
     assert held[f"{EXPERTS}.gate_up_proj"][:, :, 0].tolist() == [[0, 1, 5, 6], [10, 11, 15, 16]]
     assert torch.equal(held[f"{EXPERTS}.down_proj"][1], checkpoint[f"{EXPERTS}.1.down_proj.weight"])
     back = move(layout, {0: held}, HFLayout(arch, (0,)))[0]
+    assert all(torch.equal(back[name], checkpoint[name]) for name in checkpoint)
+
+
+@pytest.mark.parametrize("arch", [toy_latent(), toy(model_type="mixtral", num_local_experts=3, num_experts_per_tok=2)])
+def test_stacked_experts_are_what_transformers_holds(arch: Architecture) -> None:
+    """Names and shapes of its state dict, and by its conversion's rules what is in them."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**arch.hf_config)
+    with torch.device("meta"):
+        held = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    layout = HFLayout(arch, (0,), stacked=True)
+    assert {name: param.shape for name, param in layout.parameters(0).items()} == {
+        name: tuple(tensor.shape) for name, tensor in held.items()
+    }
+    checkpoint = labelled(arch)
+    stacked = move(HFLayout(arch, (0,)), {0: checkpoint}, layout)[0]
+    prefix, gate, up, down = (
+        ("block_sparse_moe", "w1", "w3", "w2")
+        if arch.family == "mixtral"
+        else ("mlp", "gate_proj", "up_proj", "down_proj")
+    )
+    for number in range(arch.experts.count if arch.experts else 0):
+        one = {name: checkpoint[f"model.layers.1.{prefix}.experts.{number}.{name}.weight"] for name in (gate, up, down)}
+        fused = stacked["model.layers.1.mlp.experts.gate_up_proj"][number]
+        assert torch.equal(fused, torch.cat([one[gate], one[up]]))
+        assert torch.equal(stacked["model.layers.1.mlp.experts.down_proj"][number], one[down])
+    assert hf_layout(stacked, arch) == layout
+    assert hf_layout(checkpoint, arch) == HFLayout(arch, (0,))
+    back = move(layout, {0: stacked}, HFLayout(arch, (0,)))[0]
     assert all(torch.equal(back[name], checkpoint[name]) for name in checkpoint)
 
 
