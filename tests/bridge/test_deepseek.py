@@ -184,6 +184,7 @@ def stock(arch: Architecture, grid: dict[str, int]) -> dict[str, Tensor]:
 
     from megatron.core.models.gpt import GPTModel  # isort: skip
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
+    from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
     parallel.initialize(timeout_seconds=60, seed=0)
     groups, rank = parallel.Grid(**grid), dist.get_rank()
@@ -193,7 +194,10 @@ def stock(arch: Architecture, grid: dict[str, int]) -> dict[str, Tensor]:
     with parallel.active(groups):
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
         for layer in block.layer_specs:  # megatron's own knows no latent attention outside Transformer Engine
-            layer.submodules.self_attention.submodules.core_attention = LatentAttention
+            parts = layer.submodules.self_attention.submodules
+            parts.core_attention = LatentAttention
+            if arch.latent is not None and not arch.latent.query_rank:
+                parts.q_layernorm = IdentityOp  # nothing is there to be normed, and 0.19 minds
         model = GPTModel(
             config, block,
             vocab_size=layout.padded_vocab, max_sequence_length=64, position_embedding_type="none",
