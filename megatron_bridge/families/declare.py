@@ -38,12 +38,14 @@ class Parameter:
 
     With `interleave` the tensors alternate inside each index of that (first) axis instead: q, k, v of KV head 0,
     then of KV head 1, and so on; interleaved by `experts` the parameter has three dimensions. A name with `{}` stands
-    for one parameter a local expert.
+    for one parameter a local expert. `straight` is one tensor whose rows tensor parallelism cuts into equal runs, be
+    they of several parts.
     """
 
     name: str
     tensors: tuple[str, ...]
     interleave: str = ""
+    straight: bool = False
 
 
 @dataclass(frozen=True)

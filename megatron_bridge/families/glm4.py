@@ -2,11 +2,12 @@
 
 `glm4` are the models of 2025 (GLM-4-0414); `glm`, those of 2024, have no norms behind. The projections of queries, keys
 and values have a bias where the config says so, which makes a kind of layer of its own. Megatron's names for the norms
-behind are Gemma-3's. vLLM runs `glm` as one of its generic models, which cut the fused projection straight through: it
-takes weights through its loader under tensor parallelism.
+behind are Gemma-3's. vLLM runs `glm` as one of its generic models, which cut the rows of the fused projection into
+runs, and take gate and up apart when they have gathered what all ranks make of them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_bridge.families.architecture import rotary_part
@@ -20,6 +21,7 @@ MLP = Block(
     (Parameter("mlp.linear_fc1.weight", (GATE_UP,)), Parameter("mlp.linear_fc2.weight", (DOWN,))),
     (Parameter(GATE_UP, (GATE_UP,)), Parameter(DOWN, (DOWN,))),
 )
+GENERIC_MLP = replace(MLP, vllm=(Parameter(GATE_UP, (GATE_UP,), straight=True), Parameter(DOWN, (DOWN,))))
 NORMS_BEHIND = plain("post_self_attn_layernorm.weight", "hidden", megatron=BEHIND_ATTENTION) + plain(
     "post_mlp_layernorm.weight", "hidden", megatron=BEHIND_MLP
 )
@@ -61,5 +63,5 @@ def _family(name: str, layer: Block) -> Family:
     return Family(name, units, check=limits, facts=facts, transformer_engine=names)
 
 
-GLM = _family("glm", NORMS + qkv("weight", "hidden") + OUTPUT + MLP)
+GLM = _family("glm", NORMS + qkv("weight", "hidden") + OUTPUT + GENERIC_MLP)
 GLM4 = _family("glm4", NORMS + NORMS_BEHIND + qkv("weight", "hidden") + OUTPUT + MLP)

@@ -181,6 +181,8 @@ def sharded_params(
         parts = [tensors[name] for name in parameter.tensors]
         if cut_fused and parameter.interleave == "kv_heads" and cuts["kv_heads"][0] > arch.kv_heads:
             blocks = _fused_rows(arch, parts, *cuts["kv_heads"])
+        elif parameter.straight:
+            blocks = [(parts[0].name, box) for box in _run_of_rows(arch, parts[0], *cuts["ffn"])]
         else:
             blocks = [(tensor.name, shard_box(arch, tensor, cuts)) for tensor in parts]
         params += _laid_out(parameter, parts, blocks)
@@ -209,6 +211,13 @@ def _matrix(columns: int, pieces: Sequence[Piece]) -> tuple[int, ...]:
     shapes = [shape_of(piece.box) for piece in pieces]
     rows = sum(prod(shape[: len(shape) - columns]) for shape in shapes)
     return (rows, prod(shapes[0][-columns:])) if columns else (rows,)
+
+
+def _run_of_rows(arch: Architecture, tensor: Tensor, parts: int, index: int) -> list[Box]:
+    """Run `index` of a tensor's rows, all as long, as boxes in their order."""
+    view, split = tensor.view(arch), len(tensor.rows.split())
+    each = prod(view[:split]) // parts
+    return [(*box, *whole(view[split:])) for box in cut(view[:split], index * each, (index + 1) * each)]
 
 
 def _fused_rows(arch: Architecture, tensors: Sequence[Tensor], parts: int, index: int) -> list[tuple[str, Box]]:

@@ -12,7 +12,6 @@ DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
 ACTOR_TP, ROLLOUT_TP = "actor.tensor_parallel_size", "rollout.tensor_parallel_size"
 ACTOR_EP, ACTOR_ETP = "actor.expert_parallel_size", "actor.expert_tensor_parallel_size"
 ROLLOUT_PP, EXPERT_PARALLEL = "rollout.pipeline_parallel_size", "rollout.expert_parallel"
-CUT_OTHERWISE = ("glm",)  # families that vLLM's generic model cuts over ranks in another way than the bridge
 
 
 def read_model(config: Config) -> tuple[Architecture | None, list[Fault]]:
@@ -122,9 +121,6 @@ def engine_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
         yield from _uneven(ROLLOUT_TP, tp, "experts", experts.count, _divisors(experts.count))
     else:
         yield from _uneven(ROLLOUT_TP, tp, "channels of an expert", experts.ffn, _divisors(experts.ffn))
-    if arch.family in CUT_OTHERWISE and tp > 1 and not (config.bridge.startup_proof or rollout.quantization):
-        rule = f"vLLM cuts {arch.family} over {tp} ranks in a way that only its loader knows, which the proof finds out"
-        yield Fault("bridge.startup_proof", "false", rule, "true", (ROLLOUT_TP,))
     dtype = rollout.dtype or config.model.dtype
     if rollout.quantization is not None and dtype == "float32":
         rule = "weights are quantized from 16 bits: set rollout.dtype"

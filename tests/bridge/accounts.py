@@ -144,7 +144,8 @@ def _vllm_layer(checkpoint: Mapping[str, Tensor], arch: Architecture, layer: str
     yield "self_attn.o_proj.weight", columns(checkpoint[f"{layer}self_attn.o_proj.weight"], place.tensor)
     if f"{layer}mlp.down_proj.weight" in checkpoint:
         gate, up, down = dense(checkpoint, layer)
-        yield "mlp.gate_up_proj.weight", torch.cat([rows(gate, place.tensor), rows(up, place.tensor)])
+        apart = torch.cat([rows(gate, place.tensor), rows(up, place.tensor)])
+        yield "mlp.gate_up_proj.weight", rows(torch.cat([gate, up]), place.tensor) if arch.family == "glm" else apart
         yield "mlp.down_proj.weight", columns(down, place.tensor)
         return
     prefix = "block_sparse_moe" if arch.family == "mixtral" else "mlp"

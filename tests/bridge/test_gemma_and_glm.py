@@ -11,6 +11,7 @@ from megatron_bridge.layouts import HFLayout, MegatronLayout, VLLMLayout
 from tests.bridge.toys import CONFIG, gathered, labelled, move, rows, shards, toy
 
 LAYER = "decoder.layers.0."
+GATE_UP, DOWN = "model.layers.0.mlp.gate_up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
 def gemma(**overrides: Any) -> Architecture:
@@ -53,6 +54,21 @@ def test_both_halves_of_glms_fused_projection_are_cut_apart() -> None:  # cases.
         assert whole[:, 0].tolist() == [100, 101, 102, 103, 200, 201, 202, 203]
     with pytest.raises(UserError, match="intermediate size 3 does not split over tensor parallel size 2"):
         MegatronLayout(glm(intermediate_size=3), 2)
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(2, 4), (3, 6)])
+def test_vllm_cuts_both_halves_of_the_older_glm_as_one(tp: int, heads: int) -> None:
+    """Its generic model gathers what ranks make of the rows in a run and only then takes gate and up apart."""
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 12, "vocab_size": 192}
+    arch = glm(model_type="glm", **sizes)
+    checkpoint, layout = labelled(arch), VLLMLayout(arch, tp)
+    held = shards(checkpoint, layout)
+    for rank in range(tp):
+        assert torch.equal(held[rank][GATE_UP], checkpoint[GATE_UP].chunk(tp)[rank])
+        assert torch.equal(held[rank][DOWN], checkpoint[DOWN].chunk(tp, 1)[rank])
+    training = MegatronLayout(arch, tp)
+    back = gathered(training, move(layout, held, training))
+    assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in back.items())
 
 
 def test_glms_bias_is_what_its_config_says() -> None:

@@ -62,23 +62,3 @@ def test_what_it_cannot_do_is_refused(
     tmp_path: Path, overrides: str, world_size: int, experts: bool, message: str
 ) -> None:
     assert message in faults(tmp_path, overrides, world_size, experts)
-
-
-GLM = {"model_type": "glm", "head_dim": 64, "attention_bias": True, "rope_parameters": {"partial_rotary_factor": 0.5}}
-
-
-@pytest.mark.parametrize(("tensor", "refused"), [(1, False), (2, True)])
-def test_glm_on_several_ranks_needs_the_proof(tmp_path: Path, tensor: int, refused: bool) -> None:
-    """vLLM's generic model cuts gate and up in one straight through; that goes through its loader, if it is found."""
-    (tmp_path / "model").mkdir()
-    sizes = json.loads((QWEN / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**sizes, **GLM}))
-    config = {**tree(tmp_path), "model": {"path": str(tmp_path / "model")}}
-    overrides = [f"rollout.tensor_parallel_size={tensor}", "bridge.startup_proof=false"]
-    try:
-        assemble(config, overrides, world_size=tensor, purpose="generate")
-        message = ""
-    except UserError as error:
-        message = error.message
-    assert ("bridge.startup_proof = false: vLLM cuts glm over 2 ranks in a way" in message) == refused
-    assert refused or not message

@@ -42,7 +42,7 @@ def opinions(folder: Path, tensor: int) -> tuple[bool, float]:
     [
         ("gemma3_text", True, 2, True),
         ("glm4", False, 2, True),
-        ("glm", True, 2, False),  # vLLM's generic model cuts the fused projection of gate and up straight through
+        ("glm", True, 2, True),  # vLLM's generic model cuts the fused projection of gate and up straight through
     ],
 )
 def test_vllm_and_megatron_agree(
