@@ -17,6 +17,7 @@ from rlflow.config.check_grid import (
     expert_faults,
     grid_faults,
     length_faults,
+    limit_faults,
     model_faults,
     read_model,
 )
@@ -48,6 +49,7 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
     if purpose != "generate":
         faults += [*reward_faults(config), *evaluation_faults(config, required=purpose == "evaluate")]
     if purpose == "train":
+        faults += [] if arch is None else limit_faults(config, arch)
         faults += [*algorithm_faults(config), *optimizer_faults(config)]
         faults += [*batch_faults(config, world_size), *checkpoint_faults(config, world_size), *training_faults(config)]
     else:  # without training there is no actor: a model may be evaluated on fewer ranks than it was trained on

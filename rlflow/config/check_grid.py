@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_bridge.families import Architecture, load_architecture
 from rlflow.config.faults import Fault
 from rlflow.config.schema import Actor, Config, Ranks, Rollout
 from rlflow.errors import UserError
+from rlflow.limits import model_limits
 
 DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
 ACTOR_TP, ROLLOUT_TP = "actor.tensor_parallel_size", "rollout.tensor_parallel_size"
@@ -23,6 +25,12 @@ def read_model(config: Config) -> tuple[Architecture | None, list[Fault]]:
     except UserError as error:
         where = "" if error.where == config.model.path else f" ({error.where})"
         return None, [Fault("model.path", config.model.path, f"{error.message}{where}")]
+
+
+def limit_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
+    """What the trainer does not compute of a model that can be read."""
+    where = Path(config.model.path) / "config.json"
+    yield from (Fault("model.path", config.model.path, f"{limit} ({where})") for limit in model_limits(arch))
 
 
 def grid_faults(config: Config, world_size: int | None) -> Iterator[Fault]:

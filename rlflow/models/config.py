@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_bridge.families import Architecture
 from rlflow.errors import UserError
+from rlflow.limits import check_limits
 from rlflow.models.layers import variant_of
 from rlflow.parallel import Grid
 
@@ -61,8 +62,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """The config of a model on a grid; `stages` are the layers of each pipeline stage, by default even.
 
-    Raises UserError where heads or layers do not fit the grid.
+    Raises UserError where heads or layers do not fit the grid, and for a model that is not computed here.
     """
+    check_limits(arch)
     _check(arch, grid, stages, recompute)
     _check_experts(arch, grid, sequence_parallel)
     variant = variant_of(arch)
@@ -149,5 +151,3 @@ def _check_experts(arch: Architecture, grid: Grid, sequence_parallel: bool) -> N
         raise UserError("expert_tensor_parallel_size", f"{grid.etp} does not divide the experts' width {experts.ffn}")
     if grid.tp > 1 and not sequence_parallel:
         raise UserError("sequence_parallel", "must be true: experts behind tensor parallel attention need it")
-    if experts.per_token == 1 and experts.score == "softmax" and experts.normalize:
-        raise UserError("config.json", "one expert a token with a normalized weight leaves its router untrained")

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron_bridge.compat import mend_latent_attention
 from megatron_bridge.families import Architecture
-from rlflow.errors import UserError
 from rlflow.models.attention import PackedAttention, attend, attend_varlen
 from rlflow.models.norm import RMSNorm
 from rlflow.models.rope import rotate
@@ -124,17 +123,8 @@ class LatentSelfAttention(MLASelfAttention):
 
 
 def _values(arch: Architecture) -> dict[str, Any]:
-    """UserError where megatron's router would choose or weigh otherwise than the model's."""
-    latent, experts, scaling = arch.latent, arch.experts, arch.rope_scaling or {}
+    latent, scaling = arch.latent, arch.rope_scaling or {}
     assert latent is not None
-    if experts is not None and (experts.per_token == 1 or not experts.normalize):
-        raise UserError("config.json", "experts whose weights are not divided by their sum are not supported")
-    if experts is not None and experts.groups > 1 and experts.per_token // experts.groups_per_token != 2:
-        raise UserError(
-            "config.json",
-            f"num_experts_per_tok {experts.per_token} is not twice topk_group {experts.groups_per_token}: groups are "
-            "compared by their best two experts",
-        )
     return {
         "q_lora_rank": latent.query_rank or None,
         "kv_lora_rank": latent.kv_rank,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.families import Architecture
-from rlflow.errors import UserError
+from rlflow.limits import check_limits
 
 
 class Rope(NamedTuple):
@@ -50,16 +50,12 @@ class Ropes:
 
 
 def make_ropes(arch: Architecture) -> Ropes:
-    """The rotations of a model, on the CPU. Raises UserError for a scaling that is not known, and for several windows.
-
-    Plain, `linear`, `llama3` and `yarn` scaling are known.
-    """
+    """The rotations of a model, on the CPU. Raises UserError for a model that is not computed here."""
+    check_limits(arch)
     plain = _make_rope(arch)
     windows = set(arch.windows) - {0}
     if not windows:
         return Ropes(plain)
-    if len(windows) > 1:
-        raise UserError("config.json", f"attention windows of {sorted(windows)} tokens: one model may have one size")
     if arch.window_rope_theta is None:
         return Ropes(plain, plain, *windows)
     windowed = Rope(inverse_frequencies(arch.window_rope_theta, arch.rotary_dim), interleaved=arch.rotary_interleaved)
@@ -76,13 +72,7 @@ def inverse_frequencies(theta: float, channels: int) -> Tensor:
 def _make_rope(arch: Architecture) -> Rope:
     rope = Rope(inverse_frequencies(arch.rope_theta, arch.rotary_dim), interleaved=arch.rotary_interleaved)
     scaling = arch.rope_scaling
-    if scaling is None:
-        return rope
-    kind = scaling["rope_type"]
-    if kind not in SCALINGS:
-        known = ", ".join(("default", *SCALINGS))
-        raise UserError("config.json: rope_scaling", f"rope_type {kind!r} is not supported; known: {known}")
-    return SCALINGS[kind](rope, scaling, arch)
+    return rope if scaling is None else SCALINGS[scaling["rope_type"]](rope, scaling, arch)
 
 
 def _linear(rope: Rope, scaling: dict[str, Any], arch: Architecture) -> Rope:

@@ -130,6 +130,25 @@ def test_experts(tmp_path: Path, override: str, message: str) -> None:
     assert faults(tmp_path, f"model.path={tmp_path}", "actor.expert_parallel_size=4", world_size=4) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+         "rope_scaling: rope_type 'longrope' is not supported; known: default, linear, llama3, yarn"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64,
+          "norm_topk_prob": True},
+         "num_experts_per_tok is 1: a single normalized weight leaves its router untrained; at least 2, or "
+         "norm_topk_prob false"),
+    ],
+)  # fmt: skip
+def test_what_the_trainer_does_not_compute_is_said_before_anything_is_loaded(
+    tmp_path: Path, keys: dict[str, Any], rule: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((QWEN / "config.json").read_text()) | keys))
+    assert faults(tmp_path, f"model.path={tmp_path}") == [f"model.path = {tmp_path}: {rule} ({tmp_path}/config.json)"]
+    assert faults(tmp_path, f"model.path={tmp_path}", purpose="generate") == []  # vLLM computes it
+
+
 def test_a_score_model_is_no_actor(tmp_path: Path) -> None:
     model = {**json.loads((QWEN / "config.json").read_text()), "architectures": ["Qwen2ForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps({**model, "num_labels": 1}))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.families import load_architecture
-from rlflow.errors import UserError
 from tests.bridge.toys import toy_latent
 from tests.roles import runs
 from tests.roles.runs import Case
@@ -90,27 +89,6 @@ def test_every_token_goes_to_the_experts_that_transformers_chooses(
         for mine, chosen in zip(found, expected, strict=True):
             assert torch.equal(mine, torch.zeros_like(mine).scatter_(1, chosen, True))
             assert len(mine.unique(dim=0)) > 10  # not every token the same
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"norm_topk_prob": False}, "whose weights are not divided by their sum"),
-        (
-            {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 6},
-            "6 is not twice topk_group 2",
-        ),
-    ],
-)
-def test_routers_that_megatron_does_not_have_are_refused(config: dict[str, Any], message: str) -> None:
-    from rlflow import parallel  # before megatron-core, which it makes ready for a CPU
-
-    assert parallel.device().type == "cpu"
-    from rlflow.models.layers import variant_of
-
-    arch = toy_latent(**config)
-    with pytest.raises(UserError, match=message):
-        variant_of(arch).values(arch)
 
 
 def test_the_rotated_part_gives_the_head_size_of_rotations() -> None:
