@@ -8,7 +8,8 @@ import torch
 from megatron_bridge.families import Architecture, load_architecture
 from rlflow.errors import UserError
 from rlflow.limits import ROPE_TYPES
-from rlflow.models.rope import SCALINGS, Rope, make_ropes, rotate, rotation_table
+from rlflow.models import rope
+from rlflow.models.rope import Rope, make_ropes, rotate, rotation_table
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -61,7 +62,7 @@ def test_yarn_enlarges_by_what_its_factor_says() -> None:  # cases.md A23
 
 
 def test_an_unknown_scaling_is_refused() -> None:
-    assert set(ROPE_TYPES) == {"default", *SCALINGS}
+    assert set(ROPE_TYPES) == {"default", *rope.SCALINGS}
     with pytest.raises(UserError, match="'longrope' is not supported; known: default, linear, llama3, yarn"):
         make_ropes(architecture(rope_scaling={"rope_type": "longrope", "factor": 4.0}))
 
