@@ -4,16 +4,16 @@ Ranks plan alone. Where they were given different settings, two jobs with config
 would have other sizes than the peers expect: a hang, or wrong weights. Here it becomes an error that says so.
 """
 
-import dataclasses
-import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_bridge.errors import SyncError
+from megatron_bridge.fingerprint import fingerprint
 from megatron_bridge.groups import Group, gather_integers
+from megatron_bridge.layouts.layout import Layout
 
 if TYPE_CHECKING:
     from megatron_bridge.execute import Transfer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def require_agreement(transfer: "Transfer", group: Group) -> None:
     """Raise SyncError where ranks have different settings, ValueError where what is sent is too narrow. Collective."""
     rounded, others = _rounded(transfer.dtype, transfer.source), _others(transfer.dtype, transfer.target)
-    found = gather_integers(group, [fingerprint(transfer), bool(rounded), bool(others)])
+    found = gather_integers(group, [identity(transfer), bool(rounded), bool(others)])
     apart = [rank for rank, values in enumerate(found) if values[0] != found[0][0]]
     if apart:
         raise SyncError(
@@ -33,25 +33,19 @@ def require_agreement(transfer: "Transfer", group: Group) -> None:
         raise ValueError(f"{transfer.dtype} holds not all source tensors and is not all targets' type: {NARROW}")
 
 
-def fingerprint(transfer: "Transfer") -> int:
+def is_alone(source: Layout, target: Layout) -> bool:
+    """Whether a rank may go on without the others: there is none, or each reads what it needs from files.
+
+    A plan without messages does not say so, because a rank with other settings may expect some.
+    """
+    ranks = {*source.ranks, *target.ranks}
+    return len(ranks) <= 1 or (source.is_read_anywhere and ranks == set(source.ranks))
+
+
+def identity(transfer: "Transfer") -> int:
     """63 bits that differ, almost surely, where two transfers differ in anything that their messages depend on."""
-    plan = transfer.plan
-    facts = (
-        plan.source, plan.target, [sorted(traffic.items()) for traffic in plan.phase_traffic], str(transfer.dtype),
-        [len(phase.exchange.rounds) for phase in transfer.phases], transfer.checksum,
-    )  # fmt: skip
-    return int.from_bytes(hashlib.sha256(repr(_ordered(facts)).encode()).digest()[:8], "big") >> 1
-
-
-def _ordered(value: Any) -> Any:
-    """A value whose representation is the same in all processes: sets come in an order of each process's own."""
-    if dataclasses.is_dataclass(value):
-        return type(value).__name__, [_ordered(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if isinstance(value, frozenset | set):
-        return sorted(map(repr, value))
-    if isinstance(value, Mapping):
-        return [(key, _ordered(inner)) for key, inner in value.items()]
-    return [_ordered(inner) for inner in value] if isinstance(value, tuple | list) else value
+    rounds = [len(phase.exchange.rounds) for phase in transfer.phases]
+    return fingerprint(transfer.plan.fingerprint, str(transfer.dtype), rounds, transfer.checksum)
 
 
 def gather_faults(group: Group, count: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_bridge.boxes import tiles
 from megatron_bridge.errors import UserError
-from megatron_bridge.layouts.layout import Layout, Unit, canonical_units, tensors_of
+from megatron_bridge.layouts.layout import Layout, Unit, weight_shapes
 from megatron_bridge.meeting import Meeting, Need, Slices
 
 
@@ -152,13 +152,7 @@ def check_layouts(source: Layout, target: Layout) -> None:
 
 def weights_differ(source: Layout, target: Layout) -> bool:
     """Whether two layouts describe weights of different names or shapes."""
-    return source.arch is not target.arch and _shapes(source) != _shapes(target)
-
-
-def _shapes(layout: Layout) -> tuple[tuple[Unit, ...], dict[str, dict[str, tuple[int, ...]]]]:
-    arch, units = layout.arch, canonical_units(layout.arch)
-    kinds = {unit.kind for unit in units}
-    return units, {kind: {name: t.view(arch) for name, t in tensors_of(arch, kind).items()} for kind in kinds}
+    return source.arch is not target.arch and weight_shapes(source.arch) != weight_shapes(target.arch)
 
 
 def _units(layout: Layout) -> set[str]:

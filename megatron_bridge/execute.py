@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from megatron_bridge.agreement import gather_faults, loses_precision, require_agreement
+from megatron_bridge.agreement import gather_faults, is_alone, loses_precision, require_agreement
 from megatron_bridge.copies import FusedCopies
 from megatron_bridge.errors import SyncError
 from megatron_bridge.exchange import Buckets, Exchange
@@ -83,7 +83,7 @@ class Transfer:
         self.buckets = Buckets(device_of(group), dtype)
         self.phases = [self._phase(phase, bucket_bytes) for phase in range(plan.phases)]
         self.rounds = sum(len(phase.exchange.rounds) for phase in self.phases)
-        self._agreed = not self.rounds
+        self._agreed = not self.rounds and is_alone(plan.source, plan.target)
 
     def _phase(self, phase: int, bucket_bytes: int) -> Phase:
         """The copies of phase 0 start at the source's tensors, those of later ones at what was filled before."""
@@ -104,6 +104,20 @@ class Transfer:
             ),
         )
 
+    def bind(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        """Take other tensors in the place of these: all that the layouts name, of the same dtypes and devices."""
+        self.source.update(check_tensors(self.plan.source, self._rank, {name: source[name] for name in self.source}))
+        self.target.update(check_tensors(self.plan.target, self._rank, {name: target[name] for name in self.target}))
+        if self.following is not None:
+            self.following.bind(source, target)
+
+    def unbind(self) -> None:
+        """Let go of the tensors; before the next run `bind` must give others."""
+        self.source.update(dict.fromkeys(self.source, torch.empty(0)))
+        self.target.update(dict.fromkeys(self.target, torch.empty(0)))
+        if self.following is not None:
+            self.following.unbind()
+
     def run(self) -> Traffic:
         """Fill the target tensors, padding with zeros; returns when they hold the weights.
 
@@ -111,7 +125,7 @@ class Transfer:
         something else arrived than was sent; the target is then not to be used.
         """
         group = or_default(self.group)
-        if not self._agreed:
+        if not self._agreed and group is not None:
             require_agreement(self, group)
             self._agreed = True
         begin = time.perf_counter()

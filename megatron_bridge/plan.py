@@ -8,7 +8,7 @@ left to `execute`, what is needed and where it is held to `demand`, the choice a
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from megatron_bridge.balance import Task, split_evenly, spread
 from megatron_bridge.boxes import Box, cut, shape_of, volume
 from megatron_bridge.demand import Bundle, Demand
+from megatron_bridge.fingerprint import fingerprint
 from megatron_bridge.layouts.layout import Layout, Unit
 from megatron_bridge.meeting import Need, Part
 
@@ -101,6 +102,12 @@ class Plan:
             for source, elements in cuts:
                 self._shares[0][leader].append(share._replace(begin=at, end=at + elements, source=source))
                 at += elements
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63 bits that differ, almost surely, between plans that differ; the same on all ranks."""
+        traffic = [sorted(phase.items()) for phase in self.phase_traffic]
+        return fingerprint(self.source, self.target, self.itemsize, self.ranks_per_node, traffic)
 
     # ------------------------------------------------------------ copies
     def into(self, rank: int, source: int | None = None, phase: int = 0) -> Iterator[Copy]:

@@ -18,6 +18,7 @@ PURE_BRIDGE = (
     "megatron_bridge/assignment.py",
     "megatron_bridge/placement.py",
     "megatron_bridge/describe.py",
+    "megatron_bridge/fingerprint.py",
     "megatron_bridge/layout_options.py",
     "megatron_bridge/streams.py",
     "megatron_bridge/families",

@@ -35,6 +35,10 @@ class HFLayout(Layout):
     stacked: bool = False
     root: str = ROOT
 
+    @property
+    def is_read_anywhere(self) -> bool:
+        return self.owners is None
+
     @cached_property
     def all_units(self) -> tuple[Unit, ...]:
         """The units of a checkpoint in the order of the forward pass."""

@@ -72,6 +72,11 @@ class Layout(ABC):
     arch: Architecture
     ranks: tuple[int, ...]
 
+    @property
+    def is_read_anywhere(self) -> bool:
+        """Whether each rank of `ranks` holds all of the model, because it reads it from files."""
+        return False
+
     @abstractmethod
     def shard(self, rank: int, kind: str) -> Hashable:
         """Which slice of its units of a kind a rank of the layout holds."""
@@ -100,6 +105,14 @@ class Layout(ABC):
 def tensors_of(arch: Architecture, kind: str) -> dict[str, Tensor]:
     """The canonical tensors of a unit kind by name."""
     return {tensor.name: tensor for tensor in FAMILIES[arch.family].units[kind].tensors}
+
+
+@lru_cache(maxsize=64)
+def weight_shapes(arch: Architecture) -> tuple[tuple[Unit, ...], dict[str, dict[str, tuple[int, ...]]]]:
+    """The units of a model, and by their kinds the canonical tensors' shapes: all that two layouts must have alike."""
+    units = canonical_units(arch)
+    kinds = dict.fromkeys(unit.kind for unit in units)
+    return units, {kind: {name: t.view(arch) for name, t in tensors_of(arch, kind).items()} for kind in kinds}
 
 
 def cut_faults(arch: Architecture, cuts: Cuts, replicate_kv: bool) -> list[str]:

@@ -26,6 +26,10 @@ class Part(Layout):
     def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.base.ranks
 
+    @property
+    def is_read_anywhere(self) -> bool:
+        return self.base.is_read_anywhere
+
     def shard(self, rank: int, kind: str) -> Hashable:
         return self.base.shard(rank, kind)
 

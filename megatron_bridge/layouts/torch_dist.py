@@ -46,6 +46,10 @@ class TorchDistLayout(Layout):
     owners: tuple[int, ...] | None = None
 
     @property
+    def is_read_anywhere(self) -> bool:
+        return self.owners is None
+
+    @property
     def all_units(self) -> tuple[Unit, ...]:
         """The units of a checkpoint in the order of the forward pass."""
         return one_rank(self.arch).units(0)

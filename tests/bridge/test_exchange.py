@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 from megatron_bridge import checksum
 from megatron_bridge.errors import SyncError
 from megatron_bridge.execute import Transfer, connect
-from megatron_bridge.layouts import MegatronLayout, VLLMLayout
+from megatron_bridge.layouts import HFLayout, MegatronLayout, VLLMLayout
+from megatron_bridge.layouts.part import Part
 from tests.bridge.toys import empty, flip, gathered, labelled, on_arrival, shards, toy
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,13 +91,52 @@ def test_different_settings_are_an_error_on_all_ranks(world: Callable[..., Any],
         assert message.startswith("ranks [1] planned another transfer than rank 0")
 
 
+def _with_engine(engines: list[VLLMLayout]) -> str:
+    rank, source = dist.get_rank(), MegatronLayout(toy(), tp=2)
+    held, filled = labelled_shard(source, rank, torch.float32), empty(engines[rank], rank, torch.float32)
+    try:
+        connect(source, held, engines[rank], filled, rank=rank, dtype=torch.float32).run()
+    except SyncError as error:
+        return str(error)
+    return "done"
+
+
+def test_a_rank_whose_plan_sends_nothing_still_compares_it(world: Callable[..., Any]) -> None:
+    """Else the other, whose plan does, would wait for it."""
+    for message in world(2, _with_engine, [VLLMLayout(toy(), 2), VLLMLayout(toy(), 1, (0, 1))]):
+        assert message.startswith("ranks [1] planned another transfer than rank 0")
+
+
+def test_folders_may_differ_in_what_shapes_no_weights(world: Callable[..., Any]) -> None:
+    """The ends of a text are said in generation_config.json, the longest one by the config."""
+    arch = toy()
+    other = replace(arch, eos_token_ids=(2, 3), max_positions=99, hf_config={"transformers_version": "5.0"})
+    assert world(2, _with_engine, [VLLMLayout(each, 1, (0, 1)) for each in (arch, other)]) == ["done", "done"]
+
+
+def test_layouts_of_files_are_compared_with_nobody(world: Callable[..., Any]) -> None:
+    """Each rank reads for itself, and may do so alone."""
+    assert world(2, _read_alone) == [0, 0]
+
+
+def _read_alone() -> int:
+    rank, arch = dist.get_rank(), toy()
+    layout = MegatronLayout(arch, tp=2)
+    filled = empty(layout, rank)
+    files = [HFLayout(arch, (0, 1)), Part(HFLayout(arch, (0, 1)), frozenset(u.canonical for u in layout.units(0)))]
+    for source in files:
+        if rank == 0:
+            connect(source, labelled(arch), layout, filled, rank=0, dtype=torch.int32).run()
+    return 0
+
+
 FINGERPRINT = """
-from megatron_bridge.agreement import fingerprint
+from megatron_bridge.agreement import identity
 from tests.bridge.test_exchange import *
 from megatron_bridge.layouts.part import Part
 source, target = MegatronLayout(toy(), tp=2), VLLMLayout(toy())
 names = frozenset(unit.canonical for unit in target.units(0))
-print(fingerprint(connect(Part(source, names), {}, Part(target, names), {}, rank=7, dtype=torch.float32)))
+print(identity(connect(Part(source, names), {}, Part(target, names), {}, rank=7, dtype=torch.float32)))
 """
 
 
