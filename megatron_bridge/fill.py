@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_bridge.boxes import merged, within
 from megatron_bridge.errors import UserError
 from megatron_bridge.files import MappedTensors
+from megatron_bridge.half import BEYOND, is_beyond_float16
 from megatron_bridge.layouts import Layout
 from megatron_bridge.plan import make_plan
 
@@ -67,14 +68,14 @@ class Filler:
     def values(self, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
         """The elements of a parameter in order, part by part in the same memory: each is to be used before the next.
 
-        UserError where a value is too large for float16.
+        UserError where float16 would make an infinity of a value.
         """
         window = self._window.view(dtype)
         for begin in range(0, self._sizes[name], len(window)):
             part = window[: self._sizes[name] - begin]
             self.fill(name, begin, part)
-            if dtype == torch.float16 and part.isinf().any():
-                raise UserError(name, "has values beyond float16's largest, 65504: keep its dtype, or take bf16")
+            if dtype == torch.float16 and part.isinf().any() and self._is_beyond_float16(name):
+                raise UserError(name, f"{BEYOND}: keep its dtype, or take bf16")
             yield part
 
     def fill(self, name: str, begin: int, out: Tensor) -> None:
@@ -90,6 +91,13 @@ class Filler:
         if self._read > self._mapped_bytes and isinstance(self._source, MappedTensors):
             self._source.release()
             self._read = 0
+
+    def _is_beyond_float16(self, name: str) -> bool:
+        held = ((self._source[run.source].detach(), run) for run in self._runs[name])
+        return any(
+            is_beyond_float16(source.as_strided([n for n, _ in dims], strides, source.storage_offset() + offset))
+            for source, (_, _, dims, _, offset, strides) in held
+        )
 
     def _copy(self, run: _Run, begin: int, out: Tensor) -> None:
         held = self._source[run.source].detach()

@@ -20,9 +20,10 @@ from megatron_bridge.checkpoints import open_source
 from megatron_bridge.errors import SyncError, UserError
 from megatron_bridge.execute import Traffic, Transfer, connect
 from megatron_bridge.groups import gather_integers, or_default
+from megatron_bridge.half import BEYOND, is_beyond_float16
 from megatron_bridge.layouts import Layout, VLLMLayout
 from megatron_bridge.layouts.layout import FLOAT32_KINDS
-from megatron_bridge.layouts.loader import LoaderLayout, portions
+from megatron_bridge.layouts.loader import LoaderLayout, Portion, portions
 from megatron_bridge.proof import Proof, prove
 from rlflow.parallel import device
 
@@ -58,6 +59,7 @@ class WeightReceiver:
         self._portions = portions(layout.arch, max(1, bucket_bytes // dtype.itemsize))
         self._tensors = bind(llm, layout, self._rank) if llm is not None and not quantized else {}
         self._last: tuple[Layout, dict[str, int], Transfer] | None = None
+        self._through_loader: tuple[Layout, dict[Portion, Transfer]] | None = None
         self.proofs: list[Proof | None] = self._prove() if startup_proof and not quantized else []
         self.in_place = not quantized and not any(proof is not None and proof.different for proof in self.proofs)
         self.decision = self._decide(quantized)
@@ -89,10 +91,11 @@ class WeightReceiver:
     def receive(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Write the weights that the ranks hold as `tensors` in `layout` into vLLM; returns the bytes moved.
 
-        Returns when all ranks have theirs. UserError where tensors are missing, before anything is written anywhere;
-        SyncError on the other ranks then, and where not all arrived.
+        Returns when all ranks have theirs. UserError where tensors are missing, or have values that vLLM's dtype does
+        not hold, before anything is written anywhere; SyncError on the other ranks then, and where not all arrived.
         """
-        self._require_none(missing_parts(layout, self._rank, tensors, self.layout))
+        missing = missing_parts(layout, self._rank, tensors, self.layout)
+        self._require_none(missing or self._beyond_range(layout, tensors))
         traffic = self._write(layout, tensors) if self.in_place else self._load(layout, tensors)
         if self._llm is not None and (self.in_place or device().type == "cpu"):
             compat.renew_vllm_derived(self._llm)
@@ -102,6 +105,23 @@ class WeightReceiver:
     def read(self, path: str) -> Traffic:
         """Write the weights of a model's folder, of which every rank reads its own part."""
         return self.receive(*open_source(path, self.layout.arch, range(dist.get_world_size())))
+
+    def _beyond_range(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The tensors of this rank with values that only float16 would make infinite; of files each rank reads a part.
+
+        Other dtypes have the range of what is trained, and nothing is read for them.
+        """
+        if self._dtype != torch.float16:
+            return []
+        names = [
+            unit.prefix + param.name
+            for unit in layout.units(self._rank)
+            if unit.kind not in FLOAT32_KINDS
+            for param in layout.params(unit.kind, layout.shard(self._rank, unit.kind))
+        ]
+        if layout.is_read_anywhere:
+            names = names[self._rank :: dist.get_world_size()]
+        return [f"{name} {BEYOND}: take rollout.dtype bfloat16" for name in names if is_beyond_float16(tensors[name])]
 
     def _require_none(self, faults: Sequence[str]) -> None:
         """Raise on all ranks if one has faults: none may go on with an engine of which another part is old."""
@@ -139,31 +159,45 @@ class WeightReceiver:
     def _load(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Traffic:
         """Send everything through vLLM's loader, which takes each tensor when it has arrived."""
         moved: list[Traffic] = []
-        arriving = self._arriving(layout, tensors, moved)
+        transfers = self._known_transfers(layout)
+        arriving = self._arriving(layout, tensors, transfers, moved)
         loaded = compat.vllm_load(self._llm, arriving) if self._llm is not None else None
         for _ in arriving:  # the other ranks' loaders may wait for what this one's did not ask for
             pass
         self._require_none([] if loaded is None else unfilled(self.layout, self._rank, loaded))
+        self._through_loader = layout, transfers
         return sum(moved, start=Traffic(0, 0, 0, 0))
 
+    def _known_transfers(self, layout: Layout) -> dict[Portion, Transfer]:
+        """Those of the last sync, if on every rank it came from this layout and succeeded; else none."""
+        last, self._through_loader = self._through_loader, None
+        known = last is not None and last[0] == layout
+        known_everywhere = all(same for (same,) in gather_integers(or_default(None), [known]))
+        return last[1] if last is not None and known_everywhere else {}
+
     def _arriving(
-        self, layout: Layout, tensors: Mapping[str, torch.Tensor], moved: list[Traffic]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], transfers: dict[Portion, Transfer],
+        moved: list[Traffic],
+    ) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
         """The whole tensors that this rank's loader needs, portion by portion, which all ranks exchange together.
 
-        Layers alike are sent by the plan of the first, as if their tensors were its own.
+        Layers alike are sent by the transfer of the first, as if their tensors were its own. `transfers` keeps those
+        that were made, without tensors and buckets.
         """
         for portion in self._portions:
             held = [tensors[name] for name in portion.of(layout).parameters(self._rank)]
             filled = self._empty(portion.of(self._wanted))
             first = portion.first_alike(layout, self._wanted)
             source, target = first.of(layout), first.of(self._wanted)
-            transfer = self._connect(
-                source, target, dict(zip(source.parameters(self._rank), held, strict=True)),
-                dict(zip(target.parameters(self._rank), filled.values(), strict=True)),
-            )  # fmt: skip
-            moved.append(transfer.run())
-            transfer.release()
+            sent = dict(zip(source.parameters(self._rank), held, strict=True))
+            taken = dict(zip(target.parameters(self._rank), filled.values(), strict=True))
+            if first in transfers:
+                transfers[first].bind(sent, taken)
+            else:
+                transfers[first] = self._connect(source, target, sent, taken)
+            moved.append(transfers[first].run())
+            transfers[first].release()
+            transfers[first].unbind()
             yield from filled.items()
 
     def _empty(self, layout: Layout) -> dict[str, torch.Tensor]:
@@ -179,6 +213,7 @@ class WeightReceiver:
     def release(self) -> None:
         """Forget vLLM's parameters, whose engine is about to end."""
         self._llm, self._tensors, self._last = None, {}, None
+        self._through_loader = None
 
 
 def _some(faults: Sequence[str]) -> str:
