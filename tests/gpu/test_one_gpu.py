@@ -36,7 +36,9 @@ def test_float32_log_probs_are_those_of_transformers(
     expected = reference_scores(folder, batch, ranks.TEMPERATURE)[0]
     found = gpus(1, partial(ranks.log_probs, share_prompts=share), folder, torch.float32, batch)[0]
     print("float32 against transformers:", (found - expected).abs().max().item())
-    assert (found - expected).abs().max() < 1e-3
+    # Where Transformer Engine is installed megatron's router multiplies by it, in TF32.
+    routed_inexactly = family == "deepseek_v3" and importlib.util.find_spec("transformer_engine") is not None
+    assert (found - expected).abs().max() < (1e-2 if routed_inexactly else 1e-3)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["prompts shared", "prompts repeated"])

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+PATHS = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
 SCRIPT = """
 import os
 import torch.distributed as dist
