@@ -12,6 +12,7 @@ from typing import Any
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture, load_architecture, read_json
 from megatron_bridge.layouts import MegatronLayout, VLLMLayout
+from megatron_bridge.layouts.grid import fewest_replicas, valid_sizes
 from megatron_bridge.layouts.layout import cut_faults, tensor_cuts
 
 TRAIN_KEYS, ROLLOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "stages"), ("tp", "pp", "ep", "dp")
@@ -68,8 +69,7 @@ def _replicas(grid: Mapping[str, int], block: int, size: int, engines: int | Non
     if engines is not None:
         return max(1, size * engines // block)
     stage = block // grid.get("pp", 1)
-    experts = grid.get("etp", grid.get("tp", 1)) * grid.get("ep", 1)
-    return lcm(lcm(block, size) // block, lcm(stage, experts) // stage)
+    return lcm(lcm(block, size) // block, fewest_replicas(stage, grid.get("ep", 1), grid.get("etp", grid.get("tp", 1))))
 
 
 def _read_sizes(option: str, text: str, keys: Sequence[str]) -> dict[str, int]:
@@ -94,7 +94,8 @@ def _read_stages(text: str) -> tuple[int, ...]:
 
 
 def _check_split(arch: Architecture, option: str, text: str, tp: int) -> None:
-    if faults := cut_faults(arch, tensor_cuts(tp, 0), replicate_kv=True):
-        sizes = (n for n in range(1, arch.heads + 1) if arch.heads % n == 0)
-        fitting = [str(n) for n in sizes if not cut_faults(arch, tensor_cuts(n, 0), replicate_kv=True)]
-        raise UserError(f"{option} {text}", f"{'; '.join(faults)}: tp may be {', '.join(fitting)}")
+    def faults(size: int) -> list[str]:
+        return cut_faults(arch, tensor_cuts(size, 0), replicate_kv=True)
+
+    if found := faults(tp):
+        raise UserError(f"{option} {text}", f"{'; '.join(found)}: tp may be {valid_sizes(faults, arch.heads)}")

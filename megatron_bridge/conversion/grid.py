@@ -1,13 +1,13 @@
 """The Megatron grid that a checkpoint is written for: its options, and which sizes a model allows."""
 
 import argparse
-from math import lcm
 from typing import Any
 
 from megatron_bridge.conversion.options import count
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import MegatronLayout
+from megatron_bridge.layouts.grid import fewest_replicas, valid_sizes
 
 LARGEST_SIZE = 1024  # of a parallel dimension, where valid ones are listed
 
@@ -58,8 +58,8 @@ def _layout(
     arch: Architecture, *, tp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, **rest: Any
 ) -> MegatronLayout:
     """A layout with as many replicas as its experts need."""
-    experts = (tp if etp is None else etp) * ep
-    return MegatronLayout(arch, tp=tp, cp=cp, ep=ep, etp=etp, dp=lcm(tp * cp, experts) // (tp * cp), **rest)
+    replicas = fewest_replicas(tp * cp, ep, tp if etp is None else etp)
+    return MegatronLayout(arch, tp=tp, cp=cp, ep=ep, etp=etp, dp=replicas, **rest)
 
 
 def _fault(arch: Architecture, key: str, sizes: dict[str, Any]) -> str:
@@ -69,8 +69,8 @@ def _fault(arch: Architecture, key: str, sizes: dict[str, Any]) -> str:
     beside = {"vpp": sizes["vpp"]} if key == "pp" else {}
     if not (fault := _refusal(arch, **{key: sizes[key]}, **beside)):
         return ""
-    valid = [value for value in range(1, LARGEST_SIZE + 1) if not _refusal(arch, **{key: value}, **beside)]
-    return f"{fault}; valid sizes are {', '.join(map(str, valid))}"
+    valid = valid_sizes(lambda size: _refusal(arch, **{key: size}, **beside), LARGEST_SIZE)
+    return f"{fault}; valid sizes are {valid}"
 
 
 def _refusal(arch: Architecture, **sizes: int) -> str:

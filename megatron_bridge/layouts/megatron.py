@@ -8,11 +8,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import lcm, prod
+from math import lcm
 from typing import Literal
 
 from megatron_bridge.boxes import Param
 from megatron_bridge.families import FAMILIES, Architecture
+from megatron_bridge.layouts.grid import expert_sizes, shares_stages
 from megatron_bridge.layouts.layout import (
     EMBEDDING,
     NORM,
@@ -117,19 +118,19 @@ class MegatronLayout(Layout):
         return faults
 
     def _expert_grid_faults(self) -> list[str]:
-        if (size := self.tp * self.cp * self.dp) % (self.expert_tp * self.ep):
-            return [f"etp {self.expert_tp} × ep {self.ep} does not divide the {size} ranks of a pipeline stage"]
-        before = [prod(sizes.get(name, 1) for name in self.order.split("-pp")[0].split("-")) for sizes in self._grids]
-        if not self.order.startswith("pp") and before[0] != before[1]:
+        sizes, experts = self._grids
+        if experts is None:
+            ranks = self.tp * self.cp * self.dp
+            return [f"etp {self.expert_tp} × ep {self.ep} does not divide the {ranks} ranks of a pipeline stage"]
+        if not shares_stages(self.order.split("-"), sizes, experts):
             return [f"order {self.order!r} gives experts other pipeline stages than the rest: put pp first or last"]
         return []
 
     @cached_property
-    def _grids(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _grids(self) -> tuple[dict[str, int], dict[str, int] | None]:
         """Sizes of the grid's dimensions: everywhere, and for routed experts."""
-        spread = self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
-        experts = {"tp": self.expert_tp, "ep": self.ep, "dp": spread, "pp": self.pp}
-        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}, experts
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
+        return sizes, expert_sizes(sizes, self.ep, self.expert_tp)
 
     @property
     def padded_vocab(self) -> int:
@@ -144,6 +145,7 @@ class MegatronLayout(Layout):
     def coordinate(self, rank: int, dimension: str, experts: bool = False) -> int:
         """A rank's place along a dimension of the grid, or of the experts' grid, which has `ep` and no `cp`."""
         sizes, index = self._grids[experts], self._index[rank]
+        assert sizes is not None
         for name in self.order.split("-"):
             index, place = divmod(index, sizes.get(name, 1))
             if name == dimension:

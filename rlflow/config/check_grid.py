@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_bridge.families import Architecture, load_architecture
+from megatron_bridge.layouts.grid import expert_sizes, gathers_in_order, shares_stages
 from rlflow.config.faults import Fault
 from rlflow.config.schema import Actor, Config, Ranks, Rollout
 from rlflow.errors import UserError
@@ -90,27 +91,19 @@ def expert_faults(config: Config, arch: Architecture, world_size: int | None) ->
     yield from _uneven(ACTOR_ETP, etp, "channels of an expert", experts.ffn, _divisors(experts.ffn))
     if tp > 1 and not actor.sequence_parallel:
         yield Fault("actor.sequence_parallel", "false", f"experts need it where {ACTOR_TP} is above 1", "true")
-    if (dp := data_parallel_size(config, world_size)) is None:
+    if (dp := data_parallel_size(config, world_size)) is None or min(ep, etp) < 1:
         return
-    if tp * dp % (ep * etp):
+    sizes = {"tp": tp, "dp": dp, "pp": actor.pipeline_parallel_size}
+    if (spread := expert_sizes(sizes, ep, etp)) is None:
         rule = f"{ep} × {ACTOR_ETP} {etp} does not divide the {tp * dp} ranks of a pipeline stage"
         reads = (ACTOR_ETP, ACTOR_TP, "actor.pipeline_parallel_size", "actor.ranks")
         yield Fault(ACTOR_EP, ep, rule, _closest(ep, _divisors(max(1, tp * dp // etp))), reads)
-    else:
-        sizes = {"tp": tp, "dp": dp}, {"tp": etp, "ep": ep, "dp": tp * dp // (ep * etp)}
+    elif sorted(order := actor.order.split("-")) == sorted(DIMENSIONS):
+        rules = {
+            "pp first or last": shares_stages(order, sizes, spread), "tp before ep": gathers_in_order(order, spread)
+        }  # fmt: skip
         yield from (Fault("actor.order", actor.order, f"experts need {rule}", Actor.order, (ACTOR_EP, ACTOR_ETP))
-                    for rule in _expert_order(actor.order.split("-"), *sizes))  # fmt: skip
-
-
-def _expert_order(names: list[str], dense: dict[str, int], experts: dict[str, int]) -> Iterator[str]:
-    """What the order of dimensions would have to be for the two grids of a pipeline stage."""
-    if sorted(names) != sorted(DIMENSIONS):
-        return
-    strides = {math.prod(sizes.get(name, 1) for name in names[: names.index("pp")]) for sizes in (dense, experts)}
-    if len(strides) > 1:
-        yield "pp first or last"
-    if min(experts["ep"], experts["tp"]) > 1 and names.index("ep") < names.index("tp"):
-        yield "tp before ep"
+                    for rule, holds in rules.items() if not holds)  # fmt: skip
 
 
 def engine_faults(config: Config, arch: Architecture) -> Iterator[Fault]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_bridge.layouts.grid import expert_sizes, gathers_in_order, shares_stages
 from rlflow.errors import UserError
 
 DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
@@ -86,17 +87,16 @@ class Grid:
 
     def _expert_sizes(self, expert: int, tensor: int) -> dict[str, int]:
         stage = len(self.ranks) // self.sizes["pp"]
-        data, rest = divmod(stage, expert * tensor)
-        if rest:
+        sizes = expert_sizes(self.sizes, expert, tensor)
+        if sizes is None:
             shape = f"expert {expert} × expert tensor {tensor}"
             raise UserError("ranks", f"{stage} ranks of a pipeline stage cannot hold {shape}")
-        return {"tp": tensor, "cp": 1, "ep": expert, "dp": data, "pp": self.sizes["pp"]}
+        return sizes
 
     def _check_order(self, order: str) -> None:
-        if sorted(self.members("pp")) != sorted(self.members("pp", experts=True)):
+        if not shares_stages(self.order, self.sizes, self.expert_sizes):
             raise UserError("order", f"{order!r} gives experts pipeline stages of their own: put pp first or last")
-        if min(self.ep, self.etp) > 1 and self.order.index("ep") < self.order.index("tp"):
-            # megatron reads token counts gathered over both as [ep, tp], and groups are in the order of ranks.
+        if not gathers_in_order(self.order, self.expert_sizes):
             raise UserError("order", f"{order!r} lets ep vary faster than tp, which experts cut over both cannot have")
         both = [["tp", "ep"]] if min(self.ep, self.etp) > 1 else []
         for layout, further in ((self._layout, []), (self._expert_layout, both)):

@@ -109,6 +109,7 @@ def test_the_rows_of_a_shared_head_must_divide(tmp_path: Path) -> None:
     [
         ("actor.expert_parallel_size=3", "actor.expert_parallel_size = 3: 8 experts do not divide over 3: divisors are "
                                          "1, 2, 4, 8; nearest: 4"),
+        ("actor.expert_parallel_size=0", "actor.expert_parallel_size = 0: must be at least 1; nearest: 1"),
         ("actor.expert_parallel_size=8", "actor.expert_parallel_size = 8: 8 × actor.expert_tensor_parallel_size 1 does "
                                          "not divide the 4 ranks of a pipeline stage; nearest: 4"),
         ("actor.expert_tensor_parallel_size=3", "actor.expert_tensor_parallel_size = 3: 64 channels of an expert do "
