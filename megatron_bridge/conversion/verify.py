@@ -2,15 +2,16 @@
 
     rlflow-convert verify Qwen3-8B Qwen3-8B-megatron
 
-Megatron's tensors are read as Hugging Face's files would hold them. The exit code is 0 if all are equal bit by bit, or
-with --atol up to that difference and whatever their dtypes, and else 1. Layers that predict further tokens, which
+Megatron's tensors are read as Hugging Face's files would hold them. The exit code is 0 if all are equal bit by bit, so
+that 0.0 and -0.0 differ; or, with --atol, if their values are up to that difference and whatever their dtypes, NaNs
+being equal to each other and to nothing else. Else it is 1. Layers that predict further tokens, which
 Megatron's folders are read without, are counted apart there. With torchrun each process compares a share.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,13 +39,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `verify`."""
     parser.add_argument("first", metavar="A", help="a model folder")
     parser.add_argument("second", metavar="B", help="another")
-    parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="differences up to it count as none")
+    parser.add_argument(
+        "--atol", type=_tolerance, metavar="X", help="compare values: differences up to it count as none"
+    )
     parser.add_argument("--hf", metavar="DIR", help="a folder with config.json, for Megatron checkpoints without one")
     parser.add_argument(
         "--max-memory", type=size, default=DEFAULT_MEMORY, metavar="SIZE", help="what a process may take; default 2G"
     )
     parser.add_argument("--all", action="store_true", help="list equal tensors too")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = inf
+    if not isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, not {text}")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,7 +102,7 @@ class Side:
 
 
 def open_sides(args: argparse.Namespace) -> tuple[Side, Side]:
-    """Both folders, compared by the names in the first of them that is Hugging Face's."""
+    """Both folders, compared by the names in the first of them that is Hugging Face's, else by canonical ones."""
     folders = Path(args.first), Path(args.second)
     hf = [folder for folder in folders if kind_of(folder) == HUGGING_FACE]
     names = names_of(hf[0], load_architecture(hf[0])) if hf else None
@@ -121,9 +134,9 @@ def _open_side(folder: Path, names: HFLayout | None, configs: Sequence[str | Pat
 
 
 def _renamed_side(folder: Path, names: HFLayout | None, config: str | Path | None, mapped: int) -> Side:
-    """A side whose model is read as files of these names, or of its own, would hold it."""
+    """A side whose model is read as files of these names, or of canonical ones, would hold it."""
     source = open_checkpoint(folder, config=config)
-    layout = replace(names or source.names, arch=source.arch)
+    layout = replace(names, arch=source.arch) if names else HFLayout(source.arch, (0,))
     filler = Filler(source.layout, source.tensors, layout, rank=0, mapped_bytes=mapped)
     dtypes = dtypes_in(layout, source.layout, source.tensors)
     return Side({name: (param.shape, dtypes[name]) for name, param in layout.parameters(0).items()}, filler.fill)
@@ -146,7 +159,10 @@ def _files_side(tensors: MappedTensors, mapped: int, predictions: frozenset[str]
 
 # ---------------------------------------------------------------- comparison
 class Row(NamedTuple):
-    """What is said of one tensor: a fault that no tolerance mends, another dtype, and the largest difference."""
+    """What is said of one tensor: a fault that no tolerance mends, another dtype, and the largest difference.
+
+    `elements` counts those of other bits, or of another value where the dtypes differ.
+    """
 
     name: str
     fault: str = ""
@@ -154,13 +170,15 @@ class Row(NamedTuple):
     elements: int = 0
     difference: float = 0.0
 
-    def passes(self, atol: float) -> bool:
-        """Whether the two sides count as equal."""
-        return not self.fault and self.difference <= atol and not (self.dtypes and atol == 0)
+    def passes(self, atol: float | None) -> bool:
+        """Whether the two sides count as equal: in every bit, or with a tolerance in their values."""
+        if self.fault:
+            return False
+        return not self.dtypes and not self.elements if atol is None else self.difference <= atol
 
 
 def compare(name: str, a: Side, b: Side, progress: Callable[[int], None]) -> Row:
-    """Two tensors of one name. A NaN equals a NaN, and is infinitely far from anything else."""
+    """Two tensors of one name. A NaN is no distance from a NaN, and infinitely far from anything else."""
     (shape, dtype), (other_shape, other) = a.tensors[name], b.tensors[name]
     if shape != other_shape:
         return Row(name, f"shapes {list(shape)} and {list(other_shape)}")
@@ -174,13 +192,18 @@ def compare(name: str, a: Side, b: Side, progress: Callable[[int], None]) -> Row
         if dtype == other and torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
             continue
         differences = _differences(first.double(), second.double())
-        differing += int(torch.count_nonzero(differences))
+        differing += int(torch.count_nonzero(_other_bits(first, second) if dtype == other else differences))
         largest = max(largest, float(differences.max()))
     return Row(name, "", "" if dtype == other else f"{_named(dtype)} and {_named(other)}", differing, largest)
 
 
 def _differences(a: Tensor, b: Tensor) -> Tensor:
-    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=inf))
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs().nan_to_num(nan=inf, posinf=inf))
+
+
+def _other_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements of two flat tensors of one dtype are not the same bits."""
+    return (a.view(torch.uint8) != b.view(torch.uint8)).view(len(a), -1).any(dim=1)
 
 
 def _named(dtype: torch.dtype) -> str:

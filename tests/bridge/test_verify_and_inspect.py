@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -54,3 +55,54 @@ def test_inspection(run: Run, tmp_path: Path) -> None:
     said = run("inspect", tmp_path / "megatron")
     assert "none: give --hf to convert" in said
     assert "decoder.final_layernorm.weight  [8] bfloat16" in said
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "atol", "said"),
+    [
+        (0.0, -0.0, None, "1 elements differ, at most by 0"),
+        (0.0, -0.0, 0, ""),
+        (float("inf"), float("-inf"), None, "1 elements differ, at most by inf"),
+        (float("inf"), 1.0, 9, "1 elements differ, at most by inf"),
+        (float("nan"), 1.0, 1e30, "1 elements differ, at most by inf"),
+        (float("inf"), float("inf"), None, ""),
+        (1.0, 1.5, 0.25, "1 elements differ, at most by 0.5"),
+    ],
+)
+def test_what_counts_as_equal(run: Run, tmp_path: Path, a: float, b: float, atol: float | None, said: str) -> None:
+    folders = [toy_folder(tmp_path / name, torch.float32) for name in "ab"]
+    for path, value in zip(folders, (a, b), strict=True):
+        weights = load_file(path / SINGLE)
+        weights["model.norm.weight"][0] = value
+        folder(path, weights, {})
+    words = [] if atol is None else ["--atol", atol]
+    assert said in run("verify", *folders, *words, code=1 if said else 0)
+
+
+def test_payloads_of_nan_are_bits(run: Run, tmp_path: Path) -> None:
+    folders = [toy_folder(tmp_path / name, torch.float32) for name in "ab"]
+    for path, bits in zip(folders, (0x7FC00000, 0x7FC00001), strict=True):
+        weights = load_file(path / SINGLE)
+        weights["model.norm.weight"].view(torch.int32)[0] = bits
+        folder(path, weights, {})
+    assert "1 elements differ, at most by 0" in run("verify", *folders, code=1)
+    run("verify", *folders, "--atol", 0)
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "-inf", "much"])
+def test_a_tolerance_is_a_number(run: Run, tmp_path: Path, text: str) -> None:
+    said = run("verify", tmp_path, tmp_path, f"--atol={text}", code=2)
+    assert f"argument --atol: must be a finite number of at least 0, not {text}" in said
+
+
+@pytest.mark.parametrize("second", ["import", "reshard"])
+def test_two_megatron_folders_from_other_names(run: Run, tmp_path: Path, second: str) -> None:
+    source = toy_folder(tmp_path / "source", **FAMILIES["experts"])
+    run("import", "--hf", source, "--out", tmp_path / "a")
+    if second == "import":
+        run("reshard", "--from", source, "--to", tmp_path / "stacked", "--experts", "stacked")
+        run("import", "--hf", tmp_path / "stacked", "--out", tmp_path / "b")
+    else:
+        run("reshard", "--from", tmp_path / "a", "--to", tmp_path / "b", "--experts", "stacked")
+    assert "0 not" in run("verify", tmp_path / "a", tmp_path / "b")
+    assert "0 not" in run("verify", tmp_path / "b", tmp_path / "a")
