@@ -1,8 +1,8 @@
 """What a model folder holds besides its weights, and how a new folder comes into being.
 
 A folder is written beside as `<name>.partial` and renamed when it is whole, so that no name ever stands for a part of a
-model. Config, tokenizer and generation settings are carried over byte for byte. Weights are left to `files` and
-`distcp_writer`.
+model; what is unfinished has a marker, and nothing without one is removed. Config, tokenizer and generation settings
+are carried over byte for byte. Weights are left to `files` and `distcp_writer`.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,12 +19,14 @@ import torch.distributed as dist
 
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import read_json
+from megatron_bridge.lock import release_lock, take_lock
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "*.jinja", "spiece.model",
 )  # fmt: skip
+MARKER = ".unfinished_by_megatron_bridge"  # in what a conversion has not finished, and may remove
 NAMES = "hf_names.json"  # in a Megatron folder: how Hugging Face's files named its tensors
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "iter_0000000", "latest_checkpointed_iteration.txt", NAMES)
 Result = TypeVar("Result")
@@ -61,16 +63,18 @@ class Carried:
             (folder / CONFIG).write_text(json.dumps(config | named, indent=2) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True)
+@dataclass
 class NewFolder:
     """A folder to be written, which may replace an older model but never anything else, nor one of `sources`.
 
-    One rank calls `begin`, `publish` and `discard`; any writes into `partial` between them.
+    One rank calls `begin`, `publish` and `discard`; any writes into `partial` between them. From its begin to its end
+    no other process can begin the same folder.
     """
 
     target: Path
     sources: Sequence[Path]
     overwrite: bool = False
+    _lock: int | None = field(default=None, init=False, repr=False)
 
     @property
     def partial(self) -> Path:
@@ -84,38 +88,58 @@ class NewFolder:
 
     def check(self) -> None:
         """UserError if the target may not be written; touches nothing."""
+        if self.target.name in ("", ".."):
+            raise UserError(self.target, "gives the new folder no name: name the folder that is to be made")
         for left in (self.partial, self.replaced):
-            if left.exists():
-                _check_removable(left)
+            self._check_not_read(left, "would be removed")
+            _check_leftover(left)
         if self.target.is_symlink():
             raise UserError(self.target, "is a link: give the folder itself")
         if not self.target.exists():
             return
         if not self.target.is_dir():
             raise UserError(self.target, "is a file; a new folder is to be written there")
-        for source in self.sources:
-            if self.target.resolve() in (source.resolve(), *source.resolve().parents):
-                raise UserError(self.target, "would be replaced, but it is read from: give another target")
+        self._check_not_read(self.target, "would be replaced")
         if not self.overwrite:
             raise UserError(self.target, "exists already: give another target, or --overwrite to replace it")
         _check_removable(self.target)
 
+    def _check_not_read(self, folder: Path, fate: str) -> None:
+        for source in self.sources:
+            if folder.resolve() in (source.resolve(), *source.resolve().parents):
+                raise UserError(folder, f"{fate}, but it is read from: give another target")
+
     def begin(self, needed: int) -> None:
         """Make the empty partial folder, without what an interrupted run left there.
 
-        UserError if the disk has less than `needed` bytes free, or nothing can be written there.
+        UserError if another process writes the folder, the disk has less than `needed` bytes free, or nothing can be
+        written there.
         """
         self.check()
         try:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            self.partial.mkdir(parents=True)
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self.target)
         except OSError as error:
             raise UserError(self.target.parent, f"cannot be written to: {error.strerror}") from error
+        try:
+            self.check()  # again: who had the lock may just have finished
+            _remove(self.partial)
+            self._make_partial()
+        except BaseException:
+            self._release()
+            raise
         try:
             self.check_space(needed)
         except UserError:
             self.discard()
             raise
+
+    def _make_partial(self) -> None:
+        try:
+            self.partial.mkdir()
+            (self.partial / MARKER).touch()
+        except OSError as error:
+            raise UserError(self.target.parent, f"cannot be written to: {error.strerror}") from error
 
     def check_space(self, needed: int) -> None:
         """UserError if the disk of the folder has less than `needed` bytes free."""
@@ -131,16 +155,29 @@ class NewFolder:
     def publish(self) -> None:
         """Give the folder its name; an older one that has it goes only then."""
         make_durable(self.partial)
-        shutil.rmtree(self.replaced, ignore_errors=True)
+        _check_leftover(self.replaced)
+        _remove(self.replaced)
         if self.target.exists():
+            _check_removable(self.target)
             self.target.rename(self.replaced)
+            (self.replaced / MARKER).touch()
+        (self.partial / MARKER).unlink()
         self.partial.rename(self.target)
         _sync(self.target.absolute().parent)
-        shutil.rmtree(self.replaced, ignore_errors=True)
+        _remove(self.replaced)
+        self._release()
 
     def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        """Remove what was written, unless the folder has been published."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                _remove(self.partial)
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            release_lock(self.target, self._lock)
+            self._lock = None
 
     @contextlib.contextmanager
     def whole_or_nothing(self, lead: bool) -> Iterator[None]:
@@ -153,12 +190,33 @@ class NewFolder:
             raise
 
 
+def _check_leftover(folder: Path) -> None:
+    """UserError for what is in the way and was not left by a conversion that was interrupted."""
+    if not os.path.lexists(folder):
+        return
+    what = "a link" if folder.is_symlink() else "a folder" if folder.is_dir() else "a file"
+    if what != "a folder" or (not (folder / MARKER).is_file() and any(folder.iterdir())):
+        raise UserError(folder, f"is {what} in the way that no conversion left: move it, or give another target")
+    _check_removable(folder)
+
+
 def _check_removable(folder: Path) -> None:
     """UserError for a folder that holds anything but a model, or what was written of one."""
-    patterns = (*TOKENIZER_FILES, CONFIG, GENERATION, *WEIGHTS)
+    patterns = (*TOKENIZER_FILES, CONFIG, GENERATION, *WEIGHTS, MARKER)
     ours = {path for pattern in patterns for path in folder.glob(pattern)}
     if foreign := sorted(path.name for path in folder.iterdir() if path not in ours):
         raise UserError(folder, f"holds files that are no part of a model: {', '.join(foreign[:8])}")
+
+
+def _remove(folder: Path) -> None:
+    """Remove a leftover, if there is one; its marker goes last, so that what is left of it can still be told."""
+    if not folder.exists():
+        return
+    for path in folder.iterdir():
+        if path.name != MARKER:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    (folder / MARKER).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def make_durable(folder: Path) -> None:

@@ -101,7 +101,9 @@ def carry_out(args: argparse.Namespace, prepare: Callable[[tuple[int, ...]], tup
 def target_of(
     args: argparse.Namespace, folder: str, kind: str, source: Checkpoint, like: MegatronLayout | None = None
 ) -> Target:
-    """The target that the common options describe."""
+    """The target that the common options describe; UserError for one inside of what is read."""
+    if source.folder.resolve() in Path(folder).resolve().parents:
+        raise UserError(folder, f"lies in {source.folder}, which is read: give another target")
     return Target(
         folder=Path(folder),
         kind=kind,

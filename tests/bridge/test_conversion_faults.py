@@ -11,6 +11,7 @@ import pytest
 
 from megatron_bridge.conversion import convert
 from megatron_bridge.files import INDEX, SINGLE
+from megatron_bridge.folders import MARKER
 from tests.bridge.test_checkpoints import toy_folder
 from tests.bridge.test_conversion import Run, assert_same
 
@@ -80,6 +81,9 @@ def test_targets_are_not_replaced_unasked(run: Run, tmp_path: Path) -> None:
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("")
     said = run("import", "--hf", source, "--out", tmp_path / "new", code=2)
+    assert said.startswith(f"error: {tmp_path / 'new.partial'}: is a folder in the way that no conversion left: ")
+    (tmp_path / "new.partial" / MARKER).touch()
+    said = run("import", "--hf", source, "--out", tmp_path / "new", code=2)
     assert said.startswith(f"error: {tmp_path / 'new.partial'}: holds files that are no part of a model: thesis.txt")
     (out / "iter_0000100").mkdir()
     assert "no part of a model: iter_0000100" in run(*again, "--overwrite", code=2)
@@ -129,14 +133,16 @@ def test_a_target_that_cannot_be_written_to(run: Run, tmp_path: Path) -> None:
     source = toy_folder(tmp_path / "source")
     said = run("import", "--hf", source, "--out", "/proc/model", code=2)
     assert said.startswith("error: /proc: cannot be written to: ")
-    said = run("import", "--hf", source, "--out", source / "config.json" / "model", code=2)
-    assert "cannot be written to: Not a directory" in said
+    (tmp_path / "file").touch()
+    said = run("import", "--hf", source, "--out", tmp_path / "file" / "model", code=2)
+    assert f"error: {tmp_path / 'file'}: cannot be written to: " in said
 
 
 def test_an_interruption_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = toy_folder(tmp_path / "source"), tmp_path / "out"
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / SINGLE).write_text("of a run that was killed")
+    (tmp_path / "out.partial" / MARKER).touch()
 
     class Interrupted(convert.Progress):
         def __call__(self, nbytes: int) -> None:
