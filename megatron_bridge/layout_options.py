@@ -23,12 +23,13 @@ def read_model(model: str) -> Architecture:
     is_text = model.lstrip().startswith("{")
     where = "--model" if is_text else f"--model {model}"
     if not is_text and Path(model).is_dir():
-        return load_architecture(model)
+        return load_architecture(model, reads_weights=False)
     if not is_text and not Path(model).is_file():
         raise UserError(where, "no such file or folder; give a folder with config.json, or that file")
     try:
-        return load_architecture(json.loads(model) if is_text else read_json(Path(model)))
-    except ValueError as error:
+        config = json.loads(model) if is_text else read_json(Path(model))
+        return load_architecture(config, reads_weights=False)
+    except (ValueError, RecursionError) as error:
         raise UserError(where, f"broken JSON: {error}") from error
     except UserError as error:
         raise UserError(where, error.message) from error

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_bridge.families.mixtral import MIXTRAL
 from megatron_bridge.families.qwen2 import QWEN2
 from megatron_bridge.families.qwen3 import QWEN3
 from megatron_bridge.families.qwen3_moe import QWEN3_MOE
+from megatron_bridge.families.values import read_values
 
 _ALL = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GEMMA3, GLM, GLM4)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
@@ -27,8 +29,11 @@ INSTEAD = {  # what to do with a model of which a family here is a part
 __all__ = ["FAMILIES", "Architecture", "Family", "load_architecture", "read_json"]
 
 
-def load_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
-    """The architecture of a Hugging Face folder, or of a config given as a dict; UserError where it is unusable."""
+def load_architecture(source: str | Path | Mapping[str, Any], *, reads_weights: bool = True) -> Architecture:
+    """The architecture of a Hugging Face folder, or of a config given as a dict; UserError where it is unusable.
+
+    Quantized weights are no fault to a caller that reads none.
+    """
     if isinstance(source, Mapping):
         where, config, generation = "config", dict(source), {}
     else:
@@ -45,16 +50,22 @@ def load_architecture(source: str | Path | Mapping[str, Any]) -> Architecture:
     if family is None:
         advice = f"; {INSTEAD[name]}" if name in INSTEAD else ""
         raise UserError(where, f"model_type {config.get('model_type')!r} is not one of {', '.join(FAMILIES)}{advice}")
-    if faults := family.check(config):
-        raise UserError(where, "; ".join(faults))
-    return read_architecture(family.name, config, generation, family.facts, where)
+    values, faults = read_values(config)
+    stops, more = read_values({key: generation.get(key) for key in ("eos_token_id",)})
+    faults += [f"generation_config.json: {fault}" for fault in more] + family.check(values)
+    if reads_weights and values.get("quantization_config"):
+        faults.append(
+            "quantization_config: quantized weights are not supported; convert them first, and remove the key"
+        )
+    arch = read_architecture(family.name, values, stops, family.facts, where, faults)
+    return replace(arch, hf_config=config)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; UserError names the file and the place where it is broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(path, f"broken JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(path, "not a JSON object")

@@ -2,16 +2,17 @@
 
 Only facts that shape weights or the forward pass are kept; the config itself is carried along so that an export can
 write it back. Turning the record into a Megatron config is left to whoever builds models; which config keys a family
-allows is left to the family's declaration.
+allows is left to the family's declaration, which types they have to `values`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from megatron_bridge.errors import UserError
 
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 DEFAULT_ROPE_THETA = 10000.0  # what transformers takes where the config names none
 
 
@@ -141,23 +142,21 @@ def read_architecture(
     generation: Mapping[str, Any],
     facts: Callable[[Mapping[str, Any]], dict[str, Any]],
     where: str,
+    known: Sequence[str] = (),
 ) -> Architecture:
-    """The record of a `config.json` (and `generation_config.json`, may be empty); UserError lists every fault.
+    """The record of a `config.json` (and `generation_config.json`, may be empty), both as `read_values` has them.
 
-    `facts` is called once the common sizes are known to be right; what it returns goes into the record as it is.
+    UserError lists every fault, `known` ones first. `facts` is called once there are none; what it returns goes into
+    the record as it is.
     """
-    faults: list[str] = []
-    layers = _positive(config, "num_hidden_layers", faults)
-    hidden = _positive(config, "hidden_size", faults)
-    heads = _positive(config, "num_attention_heads", faults)
-    kv_heads = _positive(config, "num_key_value_heads", faults, default=heads)
-    ffn = _positive(config, "intermediate_size", faults)
-    vocab = _positive(config, "vocab_size", faults)
+    faults = list(known)
+    layers, hidden, heads, ffn, vocab = (_given(config, key, faults) for key in SIZES)
+    kv_heads = int(config.get("num_key_value_heads", heads))
     if heads % kv_heads:
         faults.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None and hidden % heads:
         faults.append(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is absent")
-    head_dim = _positive(config, "head_dim", faults, default=max(1, hidden // heads))
+    head_dim = int(config.get("head_dim", max(1, hidden // heads)))
     if head_dim % 2:
         faults.append(f"head_dim {head_dim} is odd: rotary embeddings turn pairs")
     theta, scaling = _read_rope(config, faults)
@@ -174,7 +173,6 @@ def read_architecture(
         "bos_token_id": config.get("bos_token_id"),
         "eos_token_ids": _eos_ids(generation, config),
         "head": head,
-        "hf_config": dict(config),
     }
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     return Architecture(family, **(sizes | {"ffn": ffn, "vocab": vocab} | common | facts(config)))
@@ -190,13 +188,10 @@ def _read_head(config: Mapping[str, Any], faults: list[str]) -> Literal["lm", "s
     return "score"
 
 
-def _positive(config: Mapping[str, Any], key: str, faults: list[str], default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    faults.append(f"{key} is {value!r}, not a positive integer")
-    return 1
+def _given(config: Mapping[str, Any], key: str, faults: list[str]) -> int:
+    if key not in config:
+        faults.append(f"{key} is absent")
+    return int(config.get(key, 1))
 
 
 def _read_rope(config: Mapping[str, Any], faults: list[str]) -> tuple[float, dict[str, Any] | None]:

@@ -61,8 +61,6 @@ def unsupported(config: Mapping[str, Any]) -> list[str]:
         faults.append(f"hidden_act is {config['hidden_act']!r}, only 'silu' is supported")
     if rotary_part(config) != 1.0:
         faults.append(f"partial_rotary_factor is {rotary_part(config)}, only 1 is supported")
-    if config.get("quantization_config"):
-        faults.append("quantization_config: quantized weights are not supported")
     return faults
 
 
