@@ -24,6 +24,7 @@ from megatron_bridge.layouts import HFLayout, Layout, Unit
 from megatron_bridge.layouts.hf import ROOT
 from megatron_bridge.layouts.layout import EMBEDDING, FLOAT32_KINDS, HEAD, raise_faults
 from megatron_bridge.prediction import prediction_faults, prediction_names, say_left_out
+from megatron_bridge.tied import check_tied, equal
 
 EMBEDDING_IN_ROOT = f"{EMBEDDING.removeprefix(ROOT)}weight"
 
@@ -67,7 +68,7 @@ def _open_hf(folder: str | Path, arch: Architecture, ranks: Sequence[int]) -> tu
 def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
     """The tensors of a Hugging Face folder as its `hf_layout` names them, without those that the family ignores.
 
-    UserError where one is missing, unknown or of another shape.
+    UserError where one is missing, unknown or of another shape, or one that is ignored as tied is not.
     """
     weights = open_hf(folder)
     layout = hf_layout(weights, arch)
@@ -78,6 +79,9 @@ def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
     shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
     misshapen = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
     raise_faults(str(folder), misshapen)
+    head, embedding = f"{HEAD}weight", layout.root + EMBEDDING_IN_ROOT
+    if arch.tied and head in weights:
+        check_tied(folder, head, embedding, equal(weights[head], weights[embedding], weights.release))
     return weights.only(wanted)
 
 

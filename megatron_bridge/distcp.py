@@ -37,11 +37,13 @@ from megatron_bridge.layouts.torch_dist import (
     whole_params,
 )
 from megatron_bridge.prediction import say_left_out
+from megatron_bridge.tied import check_tied, equal, shared
 from megatron_bridge.torch_archive import ArchiveView, find_data
 
 METADATA, TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
 OURS = "actor"  # where in a step's folder rlflow's trainer keeps the model
 PREDICTION = "mtp."  # keys of layers that predict further tokens
+EMBEDDING, OWN_HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 FAULTS_SHOWN = 12
 
 
@@ -184,11 +186,16 @@ class _Locator:
                 located = self._parameter(unit, name, param)
                 if located is not None:
                     found[unit.prefix + name] = located
-        ignored = {"output_layer.weight"} if self.arch.tied else set()
+        ignored = {OWN_HEAD} if self.arch.tied else set()
         for key in sorted(self.held.keys() - self.known - ignored):
             if not IGNORED.fullmatch(key) and not key.startswith(PREDICTION):
                 self.faults[f"{key} is not a tensor of a {self.arch.family} model"] = None
         return found
+
+    def own_head(self) -> tuple[Part, ...]:
+        """The chunks of an output matrix that a tied model's checkpoint has all the same."""
+        has_one = self.arch.tied and OWN_HEAD in self.held
+        return tuple(self._parts(Stored(OWN_HEAD))) if has_one else ()
 
     def _parameter(self, unit: Unit, name: str, param: Param) -> Located | None:
         names = key_names(self.arch, unit.kind)[name]
@@ -250,7 +257,8 @@ def _moved(part: Part, rows: int) -> Part:
 def locate(folder: Path, arch: Architecture) -> dict[str, Located]:
     """Where each parameter of a model, by its full name in `TorchDistLayout`, lies in a checkpoint.
 
-    UserError lists the keys that are missing, of another shape, or none of the model's.
+    The output matrix that a tied model has all the same is there too, as `OWN_HEAD`, which no layout knows. UserError
+    lists the keys that are missing, of another shape, or none of the model's.
     """
     held = read_metadata(folder)
     locator = _Locator(held, arch)
@@ -260,6 +268,8 @@ def locate(folder: Path, arch: Architecture) -> dict[str, Located]:
         raise UserError(folder, "; ".join(faults[:FAULTS_SHOWN]) + more)
     if left_out := sum(key.startswith(PREDICTION) for key in held):
         say_left_out(str(folder), left_out)
+    if own := locator.own_head():
+        found[OWN_HEAD] = Located(held[OWN_HEAD].dtype, own)
     return found
 
 
@@ -273,6 +283,7 @@ def open_torch_dist(
     """
     place = find_iteration(folder)
     found = locate(place, arch)
+    own_head = found.pop(OWN_HEAD, None) if arch.tied else None
     layout = TorchDistLayout(arch, tuple(ranks), _grids(place, arch, found))
     files = _Files(place)
     tensors = {
@@ -280,7 +291,19 @@ def open_torch_dist(
         for name, located in found.items()
         for i, part in enumerate(located.parts)
     }
+    if own_head is not None:
+        check_tied(place, OWN_HEAD, EMBEDDING, _is_embedding(own_head, found[EMBEDDING], files, arch.vocab))
     return layout, MappedTensors(tensors, files.maps.values())
+
+
+def _is_embedding(head: Located, embedding: Located, files: "_Files", rows: int) -> bool:
+    """Whether two matrices, which may be cut into other boxes, agree in their first rows, those without padding."""
+    for mine, yours in product(head.parts, embedding.parts):
+        here, there = shared(mine.box, yours.box, rows)
+        a, b = files.tensor(mine, head.dtype)[here], files.tensor(yours, embedding.dtype)[there]
+        if not equal(a, b, files.release):
+            return False
+    return True
 
 
 def _grids(folder: Path, arch: Architecture, found: Mapping[str, Located]) -> Grids:
@@ -310,6 +333,10 @@ class _Files:
         if part.chunk not in self._chunks:
             self._chunks[part.chunk] = self._open(part, dtype)
         return self._chunks[part.chunk][part.indices]
+
+    def release(self) -> None:
+        """Give the memory of what was read back."""
+        MappedTensors({}, self.maps.values()).release()
 
     def _open(self, part: Part, dtype: torch.dtype) -> Tensor:
         _, name, offset, length = part.chunk
