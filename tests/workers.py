@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 FAREWELL = 2.0  # seconds that other ranks have to tell of their failure too
-COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=180)  # a process that starts on a busy machine keeps the others waiting
 
 
 def free_port() -> int:
