@@ -29,9 +29,12 @@ Folders: `files` has safetensors, `distcp` and `torch_archive` Megatron's checkp
 weights and how a new folder appears, `contents` what lies in which file of it; `checkpoints` loads from any folder,
 `export` writes what ranks hold; `score` makes score models of language models, `prediction` carries along what is no
 part of the model. Converting needs no transfer: `fill` makes any window of a target from mapped files, `hf_writer` and
-`distcp_writer` write them one after another; `conversion` are the commands and `cli` their table.
+`distcp_writer` write them one after another; `conversion` are the commands, `cli` their table and `command_line`
+what they share.
 
 `bind_megatron` and `bind_vllm` find a layout's names in live models and `proof` compares with the engine's own loader;
 `compat` is the one place for version differences. Ranks are those of the process group that a transfer runs on. What a
 user can mend is raised as `UserError`.
 """
+
+__version__ = "0.1.0"

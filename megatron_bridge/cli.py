@@ -10,11 +10,17 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from megatron_bridge import __version__
+from megatron_bridge.command_line import drop_output
 from megatron_bridge.errors import UserError
 
 SECONDS_FOR_RANK_0 = 10.0
+CLOSED_PIPE = 141  # as shells say of a program that SIGPIPE ended; 1 is a difference
+OTHER_NAMES = ("rlflow-convert", "convert_checkpoint.py")
 
 
 class Command(NamedTuple):
@@ -43,14 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in words if not word.startswith("-")), None)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of few characters is no reason to say nothing
     try:
         args = _parser(chosen).parse_args(words)
         return int(args.run(args))
     except UserError as error:
         return _report(f"error: {error}", 2)
     except BrokenPipeError:  # whoever read the output, such as `head`, has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        drop_output()
+        return CLOSED_PIPE
     except OSError as error:
         if error.filename is None:
             raise
@@ -70,7 +78,10 @@ def _report(message: str, code: int) -> int:
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser, with the options of the chosen subcommand only."""
-    parser = _Parser(prog="megatron_bridge", description="Convert, reshard and plan model weights.", allow_abbrev=False)
+    started = Path(sys.argv[0]).name
+    name = started if started in OTHER_NAMES else "megatron_bridge"
+    parser = _Parser(prog=name, description="Convert, reshard and plan model weights.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, command in COMMANDS.items():
         options = commands.add_parser(name, help=command.help, allow_abbrev=False)

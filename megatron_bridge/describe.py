@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from typing import Any
 
+from megatron_bridge.command_line import dtype, path, say
 from megatron_bridge.families import Architecture
 from megatron_bridge.layout_options import ROLLOUT_KEYS, TRAIN_KEYS, read_layouts, read_model
 from megatron_bridge.layouts import HFLayout, MegatronLayout
@@ -29,7 +30,7 @@ SHOWN_PAIRS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `plan`."""
     parser.add_argument(
-        "--model", required=True, metavar="PATH", help="a folder with config.json, such a file, or its text"
+        "--model", required=True, type=path, metavar="PATH", help="a folder with config.json, such a file, or its text"
     )
     parser.add_argument(
         "--train", required=True, metavar="tp=4,pp=2",
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--ranks-per-node", type=_count, default=8, metavar="N", help="default %(default)s")
     parser.add_argument("--bucket-mib", type=_count, default=256, metavar="N", help="default %(default)s")
-    parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="bfloat16", help="as sent; default %(default)s")
+    parser.add_argument("--dtype", type=dtype, default="bfloat16", help="as sent, such as fp32; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
 
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.placement == "aligned":
         placement = align(train, rollout, ranks_per_node=args.ranks_per_node, itemsize=itemsize)
     report = describe(placement, itemsize, args.ranks_per_node, args.bucket_mib << 20)
-    print(json.dumps(report) if args.json else table(report, placement))
+    say(json.dumps(report) if args.json else table(report, placement))
     return 0
 
 

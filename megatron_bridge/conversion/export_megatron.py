@@ -9,6 +9,7 @@ checkpoint's folder, where `import` puts them, or from --hf.
 
 import argparse
 
+from megatron_bridge.command_line import path
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, MEGATRON, Checkpoint, open_checkpoint
 from megatron_bridge.conversion.convert import Target
 from megatron_bridge.conversion.options import add_files, add_output, carry_out, target_of
@@ -17,11 +18,12 @@ from megatron_bridge.conversion.options import add_files, add_output, carry_out,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `export`."""
     parser.add_argument(
-        "--megatron", required=True, metavar="DIR", help="the checkpoint: its root, an iteration, or a trainer's step"
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="the Hugging Face folder to be made")
+        "--megatron", required=True, type=path, metavar="DIR",
+        help="the checkpoint: its root, an iteration, or a trainer's step",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, type=path, metavar="DIR", help="the Hugging Face folder to be made")
     parser.add_argument(
-        "--hf", metavar="DIR", help="a folder with config.json and tokenizer, for checkpoints that have none"
+        "--hf", type=path, metavar="DIR", help="a folder with config.json and tokenizer, for checkpoints that have none"
     )
     add_files(parser)
     add_output(parser)

@@ -9,6 +9,7 @@ that a grid of these sizes reads whole ones. Names, vocabulary, tying and head s
 
 import argparse
 
+from megatron_bridge.command_line import path
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, MEGATRON, Checkpoint, open_checkpoint
 from megatron_bridge.conversion.convert import Target
 from megatron_bridge.conversion.grid import add_grid, read_grid
@@ -17,8 +18,8 @@ from megatron_bridge.conversion.options import add_output, carry_out, target_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `import`."""
-    parser.add_argument("--hf", required=True, metavar="DIR", help="the Hugging Face folder")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the Megatron folder to be made")
+    parser.add_argument("--hf", required=True, type=path, metavar="DIR", help="the Hugging Face folder")
+    parser.add_argument("--out", required=True, type=path, metavar="DIR", help="the Megatron folder to be made")
     add_grid(parser)
     add_output(parser)
 

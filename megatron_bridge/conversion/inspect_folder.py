@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bridge.checkpoints import hf_layout, name_faults, names_of
+from megatron_bridge.command_line import path, say
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, find_model, kind_of
 from megatron_bridge.conversion.memory import show_bytes
 from megatron_bridge.distcp import find_iteration, read_metadata
@@ -27,7 +28,7 @@ FACTS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `inspect`."""
-    parser.add_argument("folder", metavar="DIR", help="a model folder")
+    parser.add_argument("folder", type=path, metavar="DIR", help="a model folder")
     parser.add_argument("--json", action="store_true", help="print a JSON object, with every tensor")
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Describe the folder."""
     folder = Path(args.folder)
     found = describe_hf(folder) if kind_of(folder) == HUGGING_FACE else describe_megatron(folder)
-    print(json.dumps(found) if args.json else table(found))
+    say(json.dumps(found) if args.json else table(found))
     return 0
 
 

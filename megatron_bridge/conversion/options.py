@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_bridge.command_line import dtype, say
 from megatron_bridge.contents import DEFAULT_FILE_BYTES
 from megatron_bridge.conversion.checkpoint import Checkpoint
 from megatron_bridge.conversion.convert import Target, convert, describe
@@ -20,15 +21,13 @@ from megatron_bridge.families import FAMILIES
 from megatron_bridge.folders import together
 from megatron_bridge.layouts import HFLayout, MegatronLayout
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 # ---------------------------------------------------------------- options
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Options of every command that writes a folder."""
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES),
-        help="cast to this; without it each tensor keeps its own. A router's bias is float32 in any case",
+        "--dtype", type=dtype, metavar="DTYPE",
+        help="cast to this, such as bf16; without it each tensor keeps its own. A router's bias is float32 in any case",
     )  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace a model that is at the target")
     parser.add_argument(
@@ -94,7 +93,7 @@ def carry_out(args: argparse.Namespace, prepare: Callable[[tuple[int, ...]], tup
         source, target = together(lambda: prepare(ranks), None)
         text = together(lambda: describe(source, target), None) if args.dry_run else convert(source, target, rank)
         if rank == 0:
-            print(text)
+            say(text)
     return 0
 
 
@@ -109,7 +108,7 @@ def target_of(
         kind=kind,
         names=read_names(source, getattr(args, "experts", None)),
         like=like or MegatronLayout(source.arch),
-        dtype=DTYPES[args.dtype] if args.dtype else None,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
         file_bytes=getattr(args, "max_shard_size", DEFAULT_FILE_BYTES),
         overwrite=args.overwrite,
         max_memory=args.max_memory,

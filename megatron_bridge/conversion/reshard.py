@@ -8,6 +8,7 @@ The target is of the source's kind unless --format says otherwise. Weights alone
 
 import argparse
 
+from megatron_bridge.command_line import path
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, MEGATRON, Checkpoint, open_checkpoint
 from megatron_bridge.conversion.convert import Target
 from megatron_bridge.conversion.grid import add_grid, read_grid
@@ -18,10 +19,14 @@ FORMATS = {"hf": HUGGING_FACE, "megatron": MEGATRON}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `reshard`."""
-    parser.add_argument("--from", required=True, metavar="DIR", dest="source", help="the folder to read, of any kind")
-    parser.add_argument("--to", required=True, metavar="DIR", dest="out", help="the folder to be made")
+    parser.add_argument(
+        "--from", required=True, type=path, metavar="DIR", dest="source", help="the folder to read, of any kind"
+    )
+    parser.add_argument("--to", required=True, type=path, metavar="DIR", dest="out", help="the folder to be made")
     parser.add_argument("--format", choices=tuple(FORMATS), help="what to write; by default what is read")
-    parser.add_argument("--hf", metavar="DIR", help="a folder with config.json, for a Megatron source that has none")
+    parser.add_argument(
+        "--hf", type=path, metavar="DIR", help="a folder with config.json, for a Megatron source that has none"
+    )
     add_grid(parser)
     add_files(parser)
     add_output(parser)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_bridge.checkpoints import dtypes_in, is_ignored, names_of
+from megatron_bridge.command_line import path, say
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, find_model, kind_of, open_checkpoint
 from megatron_bridge.conversion.memory import DEFAULT_MEMORY, mapped_budget
 from megatron_bridge.conversion.options import processes, size
@@ -37,12 +38,14 @@ SHOWN = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `verify`."""
-    parser.add_argument("first", metavar="A", help="a model folder")
-    parser.add_argument("second", metavar="B", help="another")
+    parser.add_argument("first", type=path, metavar="A", help="a model folder")
+    parser.add_argument("second", type=path, metavar="B", help="another")
     parser.add_argument(
         "--atol", type=_tolerance, metavar="X", help="compare values: differences up to it count as none"
     )
-    parser.add_argument("--hf", metavar="DIR", help="a folder with config.json, for Megatron checkpoints without one")
+    parser.add_argument(
+        "--hf", type=path, metavar="DIR", help="a folder with config.json, for Megatron checkpoints without one"
+    )
     parser.add_argument(
         "--max-memory", type=size, default=DEFAULT_MEMORY, metavar="SIZE", help="what a process may take; default 2G"
     )
@@ -76,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             rows += [Row(name, f"{fault} in {args.second}") for name in alone]
         bad = [row for row in rows if not row.passes(args.atol)]
         if rank == 0:
-            print(report(rows, bad, args.all, len(apart)))
+            say(report(rows, bad, args.all, len(apart)))
     return 1 if bad else 0
 
 
