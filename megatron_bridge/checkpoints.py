@@ -10,15 +10,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_bridge.boxes import Param
 from megatron_bridge.distcp import is_torch_dist, open_torch_dist
+from megatron_bridge.errors import UserError
 from megatron_bridge.execute import Traffic, connect
 from megatron_bridge.families import FAMILIES, Architecture, read_json
-from megatron_bridge.files import MappedTensors, holds_weights, open_hf, tensor_files
+from megatron_bridge.files import CODES, MappedTensors, holds_weights, open_hf, tensor_files
 from megatron_bridge.folders import NAMES
 from megatron_bridge.layouts import HFLayout, Layout, Unit
 from megatron_bridge.layouts.hf import ROOT
@@ -26,6 +28,7 @@ from megatron_bridge.layouts.layout import EMBEDDING, FLOAT32_KINDS, HEAD, raise
 from megatron_bridge.prediction import prediction_faults, prediction_names, say_left_out
 from megatron_bridge.tied import check_tied, equal
 
+NAMED = {"root": str, "stacked": bool, "tied_head": bool}  # what a Megatron folder says of names
 EMBEDDING_IN_ROOT = f"{EMBEDDING.removeprefix(ROOT)}weight"
 
 
@@ -77,8 +80,13 @@ def open_weights(folder: str | Path, arch: Architecture) -> MappedTensors:
         say_left_out(str(folder), len(left_out))
     wanted = layout.parameters(0)
     shapes = {name: (list(weights[name].shape), list(parameter.shape)) for name, parameter in wanted.items()}
-    misshapen = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
-    raise_faults(str(folder), misshapen)
+    faults = [f"{name} is {has}, expected {due}" for name, (has, due) in shapes.items() if has != due]
+    unscaled = (name for name in wanted if weights[name].dtype.itemsize == 1)
+    faults += [
+        f"{name} has dtype {CODES[weights[name].dtype]}, which is not supported: convert it to bf16 first"
+        for name in unscaled
+    ]
+    raise_faults(str(folder), faults)
     head, embedding = f"{HEAD}weight", layout.root + EMBEDDING_IN_ROOT
     if arch.tied and head in weights:
         check_tied(folder, head, embedding, equal(weights[head], weights[embedding], weights.release))
@@ -105,7 +113,16 @@ def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
         names = tensor_files(Path(folder))
         return replace(hf_layout(names, arch), tied_head=f"{HEAD}weight" in names)
     said = Path(folder) / NAMES
-    return replace(HFLayout(arch, (0,)), **(read_json(said) if said.exists() else {}))
+    return replace(HFLayout(arch, (0,)), **(_read_names(said) if said.exists() else {}))
+
+
+def _read_names(path: Path) -> dict[str, Any]:
+    said = read_json(path)
+    for key, value in said.items():
+        if (kind := NAMED.get(key)) is None or type(value) is not kind:
+            due = f"expected a {kind.__name__}" if kind else f"the keys are {', '.join(NAMED)}"
+            raise UserError(path, f"{key} is {value!r}, but {due}")
+    return said
 
 
 def name_faults(names: Iterable[str], layout: HFLayout) -> list[str]:
@@ -147,6 +164,26 @@ def cast_dtypes(target: Layout, dtype: torch.dtype) -> dict[str, torch.dtype]:
         unit.prefix + param.name: torch.float32 if unit.kind in FLOAT32_KINDS else dtype
         for unit, param in _parameters(target)
     }
+
+
+def widened(
+    target: Layout, dtypes: Mapping[str, torch.dtype], layout: Layout, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """The source's tensors that a target of these dtypes holds in another: the dtype they have, and the one they get.
+
+    The target's first rank holds all of it.
+    """
+    written = {
+        unit.canonical + piece.name: dtypes[unit.prefix + param.name]
+        for unit, param in _parameters(target)
+        for piece in param.pieces
+    }
+    found = {}
+    for unit, param in _parameters(layout):
+        held = tensors[unit.prefix + param.name].dtype
+        if changed := [dtype for piece in param.pieces if (dtype := written[unit.canonical + piece.name]) != held]:
+            found[unit.prefix + param.name] = (held, changed[0])
+    return found
 
 
 def _parameters(layout: Layout) -> Iterator[tuple[Unit, Param]]:

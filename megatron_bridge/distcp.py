@@ -8,6 +8,7 @@ a `.metadata` pickle that says where. Bytes are read when they are copied. Which
 import io
 import mmap
 import pickle
+import re
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor
 from megatron_bridge.boxes import Box, Param, shape_of, volume
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture
-from megatron_bridge.files import MappedTensors
+from megatron_bridge.files import MappedTensors, holds_weights
 from megatron_bridge.layouts import Unit
 from megatron_bridge.layouts.torch_dist import (
     IGNORED,
@@ -59,9 +60,11 @@ def find_iteration(folder: str | Path) -> Path:
             return place
     tracker = root / TRACKER
     if not tracker.is_file():
+        if iterations := _iterations(root):
+            raise UserError(tracker, f"is missing, which names the iteration to read: give {iterations[-1]} itself")
         raise UserError(root, f"no checkpoint: neither {METADATA} nor {TRACKER} is here")
-    named = tracker.read_text(encoding="utf-8").strip()
-    if named != "release" and not named.isdigit():
+    named = tracker.read_bytes().decode(errors="replace").strip()
+    if named != "release" and not re.fullmatch("[0-9]+", named):
         raise UserError(tracker, f"{named!r} is neither an iteration nor 'release'")
     place = root / (named if named == "release" else f"iter_{int(named):07d}")
     if not (place / METADATA).is_file():
@@ -71,7 +74,15 @@ def find_iteration(folder: str | Path) -> Path:
 
 def is_torch_dist(folder: str | Path) -> bool:
     """Whether a folder looks like a checkpoint that `find_iteration` finds, be it broken."""
-    return any((Path(folder) / name).is_file() for name in (METADATA, TRACKER, f"{OURS}/{METADATA}"))
+    root = Path(folder)
+    return any((root / name).is_file() for name in (METADATA, TRACKER, f"{OURS}/{METADATA}")) or (
+        not holds_weights(root) and bool(_iterations(root))
+    )
+
+
+def _iterations(root: Path) -> list[Path]:
+    """The iterations in a Megatron-LM root, in their order."""
+    return sorted(path.parent for path in root.glob(f"iter_*/{METADATA}"))
 
 
 # ---------------------------------------------------------------- metadata

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,21 +39,48 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             raise UserError(path, "not a safetensors file, or cut short")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(path, f"broken safetensors header: {error}") from error
     if not isinstance(header, dict):
         raise UserError(path, "broken safetensors header: not a JSON object")
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if entry["dtype"] not in DTYPES:
-            raise UserError(path, f"{name} has dtype {entry['dtype']}, which is not supported")
-        if end - begin != prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize:
-            raise UserError(path, f"broken safetensors header: {name} has {end - begin} bytes for {entry['shape']}")
-        if 8 + length + end > size:
-            raise UserError(path, f"cut short: {name} ends at byte {8 + length + end} of {size}")
-        entry["data_offsets"] = (8 + length + begin, 8 + length + end)
+        _check_entry(path, name, entry)
+    _check_places(path, header, size - 8 - length)
+    for entry in header.values():
+        entry["data_offsets"] = tuple(8 + length + offset for offset in entry["data_offsets"])
     return header
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> None:
+    """UserError unless an entry of a header makes sense by itself."""
+    known = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (known.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise UserError(path, f"broken safetensors header: {name} needs a dtype, a shape and data_offsets, two numbers")
+    if dtype not in DTYPES:
+        raise UserError(path, f"{name} has dtype {dtype}, which is not supported")
+    if (held := offsets[1] - offsets[0]) != prod(shape) * DTYPES[dtype].itemsize:
+        raise UserError(path, f"broken safetensors header: {name} has {held} bytes for {shape}")
+
+
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_places(path: Path, header: Mapping[str, Mapping[str, Any]], size: int) -> None:
+    """UserError unless the tensors fill the `size` bytes after a header, one after another."""
+    places = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+    if places and (last := max(places, key=lambda place: place[1]))[1] > size:
+        raise UserError(path, f"cut short: {last[2]} ends at byte {last[1]} of {size} after the header")
+    due, before = 0, "the header, which has no tensors"
+    for begin, end, name in places:
+        if begin != due:
+            fault = "tensors overlap" if begin < due else "a gap lies before"
+            raise UserError(path, f"damaged: {name} begins at byte {begin} of the data, expected {due}: {fault}")
+        due, before = end, f"the last tensor, {name}"
+    if due != size:
+        raise UserError(path, f"damaged: {size - due} bytes follow {before}")
 
 
 def holds_weights(folder: Path) -> bool:
@@ -68,6 +95,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """
     index = folder / INDEX
     if not index.exists():
+        _check_links(folder, (INDEX, SINGLE))
         if not (folder / SINGLE).exists():
             others = sorted(path.name for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
             found = f", but {', '.join(others[:3])}" if others else ""
@@ -76,8 +104,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):
         raise UserError(index, "has no weight_map")
+    for name, file in listed.items():
+        if not isinstance(file, str):
+            raise UserError(index, f"{name} has {json.dumps(file)} for the name of its file")
     if (folder / SINGLE).exists() and SINGLE not in listed.values():
         raise UserError(folder, f"holds two models: {SINGLE}, and the files that {INDEX} lists")
+    _check_links(folder, listed.values())
     if absent := sorted(name for name in set(listed.values()) if not (folder / name).exists()):
         raise UserError(index, f"lists files that do not exist: {', '.join(absent)}")
     held = {file: set(read_header(folder / file)) for file in sorted(set(listed.values()))}
@@ -86,6 +118,13 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if hidden := sorted(name for file, names in held.items() for name in names if listed.get(name) != file):
         raise UserError(index, f"does not list tensors that the files hold: {', '.join(hidden[:8])}")
     return {name: folder / file for name, file in listed.items()}
+
+
+def _check_links(folder: Path, names: Iterable[str]) -> None:
+    """UserError for a link that leads nowhere, as in a cache from which files were removed."""
+    for path in (folder / name for name in sorted(set(names))):
+        if path.is_symlink() and not path.exists():
+            raise UserError(path, f"is a link to {path.readlink()}, which does not exist")
 
 
 class MappedTensors(dict[str, Tensor]):
