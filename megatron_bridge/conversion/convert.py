@@ -5,13 +5,14 @@ What is to be written is known before anything is: a dry run says it and touches
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from megatron_bridge.checkpoints import cast_dtypes, dtypes_in
+from megatron_bridge.checkpoints import cast_dtypes, dtypes_in, widened
 from megatron_bridge.contents import DEFAULT_FILE_BYTES, Contents, plan_contents
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, Checkpoint
 from megatron_bridge.conversion.memory import DEFAULT_MEMORY, expected_peak, mapped_budget, peak_memory, show_bytes
@@ -20,6 +21,8 @@ from megatron_bridge.distcp_writer import ITERATION, Files, plan_files, write_to
 from megatron_bridge.folders import CONFIG, NAMES, Carried, NewFolder, together
 from megatron_bridge.hf_writer import write_hf
 from megatron_bridge.layouts import HFLayout, MegatronLayout
+
+SHOWN_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ def convert(source: Checkpoint, target: Target, rank: int) -> str:
     return (
         f"{target.folder}: {show_bytes(contents.nbytes)} in {seconds:.1f} s "
         f"({show_bytes(int(contents.nbytes / seconds))}/s), peak memory {peak_memory() / 2**30:.2f} GiB"
+        + "".join(f"\n{line}" for line in promotions(source, target, contents))
     )
 
 
@@ -113,7 +117,29 @@ def describe(source: Checkpoint, target: Target) -> str:
         f"in all {show_bytes(contents.nbytes)} of weights, {show_bytes(new.free)} are free there; "
         f"peak memory about {expected_peak(mapped) / 2**30:.2f} GiB a process"
     )
-    return "\n".join(lines)
+    return "\n".join(lines + promotions(source, target, contents))
+
+
+def promotions(source: Checkpoint, target: Target, contents: Contents | Files) -> list[str]:
+    """A line about tensors that become wider unasked: what the target keeps in one tensor has one dtype there."""
+    if target.dtype is not None:
+        return []
+    if isinstance(contents, Contents):
+        dtypes = contents.dtypes
+    else:
+        entries = [entry.content for entries in contents.entries.values() for entry in entries]
+        dtypes = {chunk.parameter: chunk.dtype for chunk in entries if not isinstance(chunk, str)}
+    found = widened(replace(contents.layout, owners=None), dtypes, source.layout, source.tensors)
+    if not found:
+        return []
+    ways = Counter(f"{_named(a)} to {_named(b)}" for a, b in found.values())
+    said = ", ".join(f"{count} from {way}" for way, count in ways.items())
+    some = ", ".join(list(found)[:SHOWN_NAMES]) + (", …" if len(found) > SHOWN_NAMES else "")
+    return [f"promoted, as what lies in one tensor there has one dtype: {said} ({some})"]
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _beside(names: HFLayout) -> Mapping[str, str]:

@@ -190,6 +190,22 @@ def test_dtypes_are_kept_or_cast(run: Run, tmp_path: Path) -> None:
     assert "0 not" in run("verify", source, tmp_path / "cast")
 
 
+def test_one_dtype_for_what_becomes_one_tensor(run: Run, tmp_path: Path) -> None:
+    """Queries in half precision, keys in single: Megatron's one tensor of both loses nothing, and that is said."""
+    source = toy_folder(tmp_path / "source", torch.float32)
+    weights = load_file(source / SINGLE)
+    queries = "model.layers.1.self_attn.q_proj.weight"
+    weights[queries] = (weights[queries] / 4096).half()
+    folder(source, weights, {})
+    line = f"promoted, as what lies in one tensor there has one dtype: 1 from float16 to float32 ({queries})\n"
+    for more in (["--dry-run"], []):
+        assert run("import", "--hf", source, "--out", tmp_path / "out", *more).endswith(line)
+    assert "promoted" not in run("reshard", "--from", source, "--to", tmp_path / "again")
+    assert "promoted" not in run("import", "--hf", source, "--out", tmp_path / "cast", "--dtype", "fp32")
+    assert f"{queries}  float16 and float32" in run("verify", source, tmp_path / "out", code=1)
+    run("verify", source, tmp_path / "out", "--atol", 0)
+
+
 def test_values_that_float16_cannot_hold(run: Run, tmp_path: Path) -> None:
     source = toy_folder(tmp_path / "source", vocab_size=9000)  # labels up to 144,000
     said = run("reshard", "--from", source, "--to", tmp_path / "out", "--dtype", "fp16", code=2)
