@@ -12,10 +12,11 @@ from typing import Any
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture, load_architecture, read_json
 from megatron_bridge.layouts import MegatronLayout, VLLMLayout
-from megatron_bridge.layouts.grid import fewest_replicas, valid_sizes
+from megatron_bridge.layouts.grid import LARGEST_WORLD, fewest_replicas, valid_sizes
 from megatron_bridge.layouts.layout import cut_faults, tensor_cuts
 
 TRAIN_KEYS, ROLLOUT_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "stages"), ("tp", "pp", "ep", "dp")
+MOST_DIGITS = 9
 
 
 def read_model(model: str) -> Architecture:
@@ -41,6 +42,8 @@ def read_layouts(arch: Architecture, train: str, rollout: str, order: str) -> tu
     block = prod(grid.get(key, 1) for key in ("tp", "cp", "pp"))
     size = prod(engine.get(key, 1) for key in ("tp", "pp"))
     grid.setdefault("dp", _replicas(grid, block, size, engine.get("dp")))
+    if (world := max(block * grid["dp"], size * engine.get("dp", 1))) > LARGEST_WORLD:
+        raise UserError(f"--train {train} --rollout {rollout}", f"{world:,} ranks are too many")
     engines, rest = divmod(block * grid["dp"], size)
     if "dp" not in engine and rest:
         fault = f"{block * grid['dp']} training ranks do not divide into engines of {size}"
@@ -81,6 +84,8 @@ def _read_sizes(option: str, text: str, keys: Sequence[str]) -> dict[str, int]:
         numbers = value.split("-") if key == "stages" else [value]
         if key not in keys or not all(number.isdecimal() for number in numbers):
             raise UserError(f"{option} {text}", f"{word!r} is none of {', '.join(keys)} = a number, such as tp=4,pp=2")
+        if any(len(number) > MOST_DIGITS for number in numbers):
+            raise UserError(f"{option} {text}", f"{key} is too large")
         if key in sizes or (key != "stages" and int(value) < 1):
             fault = "is given twice" if key in sizes else "must be at least 1"
             raise UserError(f"{option} {text}", f"{key} {fault}")

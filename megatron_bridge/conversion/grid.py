@@ -70,7 +70,7 @@ def _fault(arch: Architecture, key: str, sizes: dict[str, Any]) -> str:
     if not (fault := _refusal(arch, **{key: sizes[key]}, **beside)):
         return ""
     valid = valid_sizes(lambda size: _refusal(arch, **{key: size}, **beside), LARGEST_SIZE)
-    return f"{fault}; valid sizes are {valid}"
+    return f"{fault}; valid sizes are {valid}" if valid else f"{fault}; with --vpp {sizes['vpp']} no size is valid"
 
 
 def _refusal(arch: Architecture, **sizes: int) -> str:

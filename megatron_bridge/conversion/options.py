@@ -21,6 +21,8 @@ from megatron_bridge.families import FAMILIES
 from megatron_bridge.folders import together
 from megatron_bridge.layouts import HFLayout, MegatronLayout
 
+LARGEST_COUNT = 2**16
+
 
 # ---------------------------------------------------------------- options
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +52,11 @@ def add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+    """A whole number of at least 1, and no more than a parallel size or a multiple of rows can mean."""
+    if not text.isdecimal() or not 1 <= int(text) <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1 and at most {LARGEST_COUNT}, not {text}"
+        )
     return int(text)
 
 
@@ -93,7 +97,7 @@ def carry_out(args: argparse.Namespace, prepare: Callable[[tuple[int, ...]], tup
         source, target = together(lambda: prepare(ranks), None)
         text = together(lambda: describe(source, target), None) if args.dry_run else convert(source, target, rank)
         if rank == 0:
-            say(text)
+            say("\n".join(filter(None, (source.remark, text))))
     return 0
 
 

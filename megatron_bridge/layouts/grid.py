@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import lcm, prod
 
 Sizes = Mapping[str, int]  # dimension -> size
+LARGEST_WORLD = 2**20  # ranks: more are a slip, and would take minutes to count
 
 
 def expert_sizes(sizes: Sizes, ep: int, etp: int) -> dict[str, int] | None:

@@ -12,8 +12,9 @@ from math import lcm
 from typing import Literal
 
 from megatron_bridge.boxes import Param
+from megatron_bridge.errors import UserError
 from megatron_bridge.families import FAMILIES, Architecture
-from megatron_bridge.layouts.grid import expert_sizes, shares_stages
+from megatron_bridge.layouts.grid import LARGEST_WORLD, expert_sizes, shares_stages
 from megatron_bridge.layouts.layout import (
     EMBEDDING,
     NORM,
@@ -37,6 +38,7 @@ GROUPED = {  # one grouped product for all local experts keeps each expert's mat
     "local_experts.{}.linear_fc2.weight": "linear_fc2.weight{}",
 }
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+SHOWN_STAGES = 8
 PARTS = {"experts": "mlp.experts.", "router_bias": "mlp.router."}
 LATENTS = ("query_latent", "kv_rank_and_rope")  # made by projections that only the local spec cuts
 
@@ -69,8 +71,10 @@ class MegatronLayout(Layout):
     experts: Literal["sequential", "grouped"] = "sequential"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(self.world)))
         count = self.pp * self.vpp
+        if (most := max(self.world, count)) > LARGEST_WORLD:
+            raise UserError("megatron layout", f"{most:,} {'ranks' if most == self.world else 'stages'} are too many")
+        object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(self.world)))
         object.__setattr__(self, "stages", tuple(self.stages) or (self.arch.layers // count,) * count)
         object.__setattr__(self, "etp", self.tp if self.etp is None else self.etp)
         faults = self._grid_faults()
@@ -109,10 +113,11 @@ class MegatronLayout(Layout):
             for name, size in sizes.items() if size > 1 and name not in names
         ]  # fmt: skip
         if len(self.stages) != self.pp * self.vpp or sum(self.stages) != self.arch.layers or min(self.stages) < 0:
-            stages, layers = "-".join(map(str, self.stages)), self.arch.layers
+            shown = "-".join(map(str, self.stages[:SHOWN_STAGES])) + ("-…" if len(self.stages) > SHOWN_STAGES else "")
+            layers = self.arch.layers
             virtual = f" of {self.vpp} chunks" if self.vpp > 1 else ""
             wanted = f"{layers} layers on {self.pp} pipeline stages{virtual}"
-            faults.append(f"stages of {stages} layers are not {wanted}: give `stages`")
+            faults.append(f"stages of {shown} layers are not {wanted}: give `stages`")
         if self.arch.experts is not None and not faults:
             faults += self._expert_grid_faults()
         return faults

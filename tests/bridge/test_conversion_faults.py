@@ -68,6 +68,15 @@ def test_a_grid_that_the_model_does_not_allow(run: Run, tmp_path: Path) -> None:
     assert "--pp 4: stages of 1-1-1-1 layers are not 6 layers on 4 pipeline stages: give `stages`" in said
     assert "valid sizes are 1, 2, 3, 6" in said
     run("import", "--hf", source, "--out", tmp_path / "out", "--pp", 4, "--stages", "1-2-2-1")
+    said = run("import", "--hf", source, "--out", tmp_path / "x", "--pp", 31, code=2)
+    assert "--pp 31: stages of 0-0-0-0-0-0-0-0-… layers are not 6 layers on 31 pipeline stages" in said
+    said = run("import", "--hf", source, "--out", tmp_path / "x", "--pp", 2, "--vpp", 7, code=2)
+    assert said.endswith("; with --vpp 7 no size is valid\n")
+    for option in ("--vocab-multiple", "--tp"):
+        said = run("import", "--hf", source, "--out", tmp_path / "x", option, 10**9, code=2)
+        assert f"argument {option}: must be a whole number of at least 1 and at most 65536, not 1000000000" in said
+    said = run("import", "--hf", source, "--out", tmp_path / "x", "--tp", 28, "--cp", 60000, code=2)
+    assert "1,680,000 ranks are too many" in said
     assert "has no experts" in run("import", "--hf", source, "--out", tmp_path / "x", "--ep", 2, code=2)
     assert "must be a whole number" in run("import", "--hf", source, "--out", tmp_path / "x", "--tp", "two", code=2)
 
