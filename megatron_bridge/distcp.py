@@ -38,6 +38,7 @@ from megatron_bridge.layouts.torch_dist import (
     whole_params,
 )
 from megatron_bridge.prediction import say_left_out
+from megatron_bridge.record import check_record
 from megatron_bridge.tied import check_tied, equal, shared
 from megatron_bridge.torch_archive import ArchiveView, find_data
 
@@ -294,6 +295,7 @@ def open_torch_dist(
     """
     place = find_iteration(folder)
     found = locate(place, arch)
+    check_record(place, arch)
     own_head = found.pop(OWN_HEAD, None) if arch.tied else None
     layout = TorchDistLayout(arch, tuple(ranks), _grids(place, arch, found))
     files = _Files(place)

@@ -45,6 +45,7 @@ from megatron_bridge.layouts.torch_dist import (
     key_names,
     stored,
 )
+from megatron_bridge.record import write_record
 from megatron_bridge.torch_archive import ALIGNMENT, frame
 
 CHUNK_BYTES = 64 * 2**20
@@ -280,6 +281,7 @@ def _finish(
         (folder / METADATA).write_bytes(pickle.dumps(_metadata(files)))
         (folder / "metadata.json").write_text(json.dumps(backend | common))
         (folder / "common.pt").write_bytes(_archived(_common_state(files.layout.arch)))
+        write_record(folder, files.layout.arch)
         make_durable(folder)
         (new.partial / TRACKER).write_text("0")
         for name, text in beside.items():

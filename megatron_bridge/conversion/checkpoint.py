@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_bridge.checkpoints import names_of, open_source
-from megatron_bridge.distcp import find_iteration, is_torch_dist
+from megatron_bridge.distcp import EMBEDDING, find_iteration, is_torch_dist
 from megatron_bridge.errors import UserError
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.files import MappedTensors, holds_weights
 from megatron_bridge.folders import CONFIG
 from megatron_bridge.layouts import HFLayout, Layout
+from megatron_bridge.layouts.torch_dist import TorchDistLayout
+from megatron_bridge.record import has_record
 
 HUGGING_FACE, MEGATRON = "Hugging Face", "Megatron"
 KINDS = {
@@ -39,6 +41,19 @@ class Checkpoint:
     def sources(self) -> tuple[Path, ...]:
         """The folders that are read."""
         return self.folder, self.model
+
+    @property
+    def remark(self) -> str:
+        """What whoever converts it should know, as a line; mostly nothing."""
+        if not isinstance(self.layout, TorchDistLayout) or has_record(find_iteration(self.folder)):
+            return ""
+        rows = max(rows for (_, rows), _ in self.layout.boxes[EMBEDDING])
+        if rows == (size := self.arch.vocab):
+            return ""
+        return (
+            f"{self.folder}: vocab_size is {size} by the config: {rows - size} of the checkpoint's {rows} rows are "
+            "taken for padding"
+        )
 
 
 def open_checkpoint(
