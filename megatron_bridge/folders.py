@@ -159,8 +159,8 @@ class NewFolder:
         _remove(self.replaced)
         if self.target.exists():
             _check_removable(self.target)
+            (self.target / MARKER).touch()  # before it moves: where this fails it stays what it was
             self.target.rename(self.replaced)
-            (self.replaced / MARKER).touch()
         (self.partial / MARKER).unlink()
         self.partial.rename(self.target)
         _sync(self.target.absolute().parent)
@@ -196,7 +196,9 @@ def _check_leftover(folder: Path) -> None:
         return
     what = "a link" if folder.is_symlink() else "a folder" if folder.is_dir() else "a file"
     if what != "a folder" or (not (folder / MARKER).is_file() and any(folder.iterdir())):
-        raise UserError(folder, f"is {what} in the way that no conversion left: move it, or give another target")
+        raise UserError(
+            folder, f"is {what} in the way that no conversion left: move or remove it, or give another target"
+        )
     _check_removable(folder)
 
 

@@ -105,8 +105,9 @@ def target_of(
     args: argparse.Namespace, folder: str, kind: str, source: Checkpoint, like: MegatronLayout | None = None
 ) -> Target:
     """The target that the common options describe; UserError for one inside of what is read."""
-    if source.folder.resolve() in Path(folder).resolve().parents:
-        raise UserError(folder, f"lies in {source.folder}, which is read: give another target")
+    for read in filter(None, (source.folder, args.hf)):
+        if Path(read).resolve() in Path(folder).resolve().parents:
+            raise UserError(folder, f"lies in {read}, which is read: give another target")
     return Target(
         folder=Path(folder),
         kind=kind,

@@ -89,6 +89,9 @@ def test_a_target_inside_the_source_is_refused(run: Run, tmp_path: Path) -> None
     source = toy_folder(tmp_path / "models" / "source")
     said = run("import", "--hf", source, "--out", source / "deep" / "out", code=2)
     assert said == f"error: {source / 'deep' / 'out'}: lies in {source}, which is read: give another target\n"
+    run("import", "--hf", source, "--out", tmp_path / "megatron")
+    words = ("export", "--megatron", tmp_path / "megatron", "--hf", source, "--out", source / "out")
+    assert f"lies in {source}, which is read" in run(*words, code=2)
     said = run("reshard", "--from", source, "--to", tmp_path / "models", "--overwrite", code=2)
     assert "would be replaced, but it is read from" in said
     with pytest.raises(UserError, match="would be replaced"):
