@@ -1,7 +1,7 @@
 """Types and ranges of the values in a model's config, by key: a key means the same in every family that has it.
 
-Null is absent here, as transformers' defaults mean it, but for keys where it says something of its own. Which keys a
-family needs, and which values it can do, is left to the family.
+Null is absent where transformers takes it so, and a fault where transformers refuses it. Which keys a family needs, and
+which values it can do, is left to the family.
 """
 
 import reprlib
@@ -10,6 +10,11 @@ from typing import Any, NamedTuple
 
 LAYERS, EXPERTS, SIZE, TOKENS = 10_000, 16_384, 2**31, 2**40  # what nothing real comes near, and nothing hangs at
 SAID_BY_NULL = ("q_lora_rank",)  # queries are not compressed
+REFUSED_AS_NULL = (  # by transformers 5, whose configs check types; or its models cannot compute with it
+    "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act",
+    "hidden_activation", "use_sliding_window", "decoder_sparse_step", "norm_topk_prob", "first_k_dense_replace",
+    "n_group", "topk_group", "routed_scaling_factor", "query_pre_attn_scalar",
+)  # fmt: skip
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")  # each may have a rotation of its own
 
 
@@ -101,12 +106,13 @@ def _checked(config: Mapping[str, Any], table: Mapping[str, Value], prefix: str,
     checked = {}
     for key, value in config.items():
         wanted = table.get(key)
-        if value is None and key not in SAID_BY_NULL:
+        if value is None and key not in SAID_BY_NULL + REFUSED_AS_NULL:
             continue
-        if wanted is None or value is None or wanted.fits(value):
+        if wanted is None or (value is None and key in SAID_BY_NULL) or wanted.fits(value):
             checked[key] = value
             continue
-        faults.append(f"{prefix}{key} is {reprlib.repr(value)}, not {wanted.words}")
+        shown = "null" if value is None else reprlib.repr(value)
+        faults.append(f"{prefix}{key} is {shown}, not {wanted.words}")
         if wanted.instead is not None:
             checked[key] = wanted.instead
     return checked

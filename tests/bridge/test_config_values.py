@@ -87,14 +87,19 @@ def test_wrong_values_of_experts_are_named() -> None:
             toy_latent(**{key: "two"})
 
 
-def test_null_is_absent() -> None:
-    for key in ("rms_norm_eps", "max_position_embeddings", "partial_rotary_factor", "num_key_value_heads"):
-        assert toy(**{key: None}) == toy(**{"num_key_value_heads": 4} if key == "num_key_value_heads" else {})
-    keys = ("decoder_sparse_step", "norm_topk_prob")
-    assert toy_experts(**dict.fromkeys(keys)) == toy_experts()
-    silent = toy_latent(first_k_dense_replace=None, n_group=None, topk_group=None, routed_scaling_factor=None)
-    assert silent.experts is not None
-    assert (silent.experts.groups, silent.experts.groups_per_token, silent.experts.scale) == (8, 4, 2.5)
+def test_null_is_absent_or_refused_as_transformers_has_it() -> None:
+    assert toy(num_key_value_heads=None) == toy(num_key_value_heads=4)
+    absent = ("rope_scaling", "rope_theta", "partial_rotary_factor", "architectures", "eos_token_id", "layer_types")
+    assert toy(**dict.fromkeys(absent)) == toy()
+    assert toy_experts(mlp_only_layers=None) == toy_experts(mlp_only_layers=[])
+    for key in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"):
+        with pytest.raises(UserError, match=f"{key} is null, not "):
+            toy(**{key: None})
+    with pytest.raises(UserError, match="decoder_sparse_step is null, not a positive integer"):
+        toy_experts(decoder_sparse_step=None)
+    for key in ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor"):
+        with pytest.raises(UserError, match=f"{key} is null, not "):
+            toy_latent(**{key: None})
     assert toy_latent(q_lora_rank=None).latent.query_rank == 0  # type: ignore[union-attr]
 
 
