@@ -17,7 +17,7 @@ from megatron_bridge.families.mixtral import MIXTRAL
 from megatron_bridge.families.qwen2 import QWEN2
 from megatron_bridge.families.qwen3 import QWEN3
 from megatron_bridge.families.qwen3_moe import QWEN3_MOE
-from megatron_bridge.families.values import read_values
+from megatron_bridge.families.values import ALL_EXPERTS, read_values
 
 _ALL = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GEMMA3, GLM, GLM4)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
@@ -58,6 +58,9 @@ def load_architecture(source: str | Path | Mapping[str, Any], *, reads_weights: 
             "quantization_config: quantized weights are not supported; convert them first, and remove the key"
         )
     arch = read_architecture(family.name, values, stops, family.facts, where, faults)
+    if arch.experts is not None and arch.layers * arch.experts.count > ALL_EXPERTS:
+        fault = f"{arch.layers} layers of {arch.experts.count} experts are more than anything can list"
+        raise UserError(where, fault)
     return replace(arch, hf_config=config)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 LAYERS, EXPERTS, SIZE, TOKENS = 10_000, 16_384, 2**31, 2**40  # what nothing real comes near, and nothing hangs at
+ALL_EXPERTS = 2**18  # of all layers: each has tensors of its own
 SAID_BY_NULL = ("q_lora_rank",)  # queries are not compressed
 REFUSED_AS_NULL = (  # by transformers 5, whose configs check types; or its models cannot compute with it
     "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act",

@@ -87,6 +87,11 @@ def test_wrong_values_of_experts_are_named() -> None:
             toy_latent(**{key: "two"})
 
 
+def test_layers_and_experts_together_are_limited() -> None:
+    with pytest.raises(UserError, match="10000 layers of 16384 experts are more than anything can list"):
+        toy_experts(num_hidden_layers=10_000, num_experts=16_384)
+
+
 def test_null_is_absent_or_refused_as_transformers_has_it() -> None:
     assert toy(num_key_value_heads=None) == toy(num_key_value_heads=4)
     absent = ("rope_scaling", "rope_theta", "partial_rotary_factor", "architectures", "eos_token_id", "layer_types")
