@@ -111,7 +111,7 @@ def names_of(folder: str | Path, arch: Architecture) -> HFLayout:
     """
     if holds_weights(Path(folder)):
         names = tensor_files(Path(folder))
-        return replace(hf_layout(names, arch), tied_head=f"{HEAD}weight" in names)
+        return replace(hf_layout(names, arch), tied_head=arch.tied and f"{HEAD}weight" in names)
     said = Path(folder) / NAMES
     return replace(HFLayout(arch, (0,)), **(_read_names(said) if said.exists() else {}))
 

@@ -56,7 +56,7 @@ def describe_hf(folder: Path) -> dict[str, Any]:
         "layout": {
             "root": names.root,
             "experts stacked": names.stacked,
-            "own tied head": names.tied_head and arch.tied,
+            "own tied head": names.tied_head,
         },
         **_facts(arch),
         **_totals(tensors),

@@ -174,6 +174,12 @@ def test_what_is_absent_stays_absent(run: Run, tmp_path: Path) -> None:  # A24
     assert "broken JSON" in run("import", "--hf", source, "--out", tmp_path / "out", code=2)
 
 
+def test_usual_names_need_no_note(run: Run, tmp_path: Path) -> None:
+    source = toy_folder(tmp_path / "source", torch.float32)
+    run("import", "--hf", source, "--out", tmp_path / "megatron")
+    assert not (tmp_path / "megatron" / "hf_names.json").exists()
+
+
 def test_dtypes_are_kept_or_cast(run: Run, tmp_path: Path) -> None:
     source = toy_folder(tmp_path / "source", **FAMILIES["latent"], num_hidden_layers=2, torch_dtype="bfloat16")
     weights = load_file(source / SINGLE)
