@@ -163,7 +163,7 @@ class NewFolder:
             self.target.rename(self.replaced)
         (self.partial / MARKER).unlink()
         self.partial.rename(self.target)
-        _sync(self.target.absolute().parent)
+        sync_to_disk(self.target.absolute().parent)
         _remove(self.replaced)
         self._release()
 
@@ -224,11 +224,12 @@ def _remove(folder: Path) -> None:
 def make_durable(folder: Path) -> None:
     """Have a folder's names, and the content of the files in it, on the disk."""
     for path in (path for path in folder.iterdir() if path.is_file()):
-        _sync(path)
-    _sync(folder)
+        sync_to_disk(path)
+    sync_to_disk(folder)
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

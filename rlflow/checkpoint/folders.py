@@ -6,9 +6,10 @@ lists every file with its size, so that a folder that lost a file is never taken
 
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
+
+from megatron_bridge.folders import sync_to_disk
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -37,25 +38,16 @@ def publish(partial: Path, step: int) -> Path:
     files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in written}
     manifest.write_text(json.dumps({"step": step, "files": files}, indent=1))
     for path in (*written, manifest, partial):
-        _make_durable(path)
+        sync_to_disk(path)
     final = partial.with_suffix("")
     replaced = final.with_suffix(REPLACED)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    _make_durable(final.parent)
+    sync_to_disk(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
-
-
-def _make_durable(path: Path) -> None:
-    """Have a file's content, or a folder's names, on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def fault(folder: Path) -> str | None:
