@@ -13,7 +13,16 @@ from math import prod
 from megatron_bridge.boxes import Param, stack, whole
 from megatron_bridge.families import FAMILIES, Architecture
 from megatron_bridge.families.declare import Tensor
-from megatron_bridge.layouts.layout import EMBEDDING, HEAD, Layout, Unit, canonical_units, sharded_params, tensors_of
+from megatron_bridge.layouts.layout import (
+    EMBEDDING,
+    HEAD,
+    Layout,
+    Unit,
+    canonical_units,
+    sharded_params,
+    tensors_of,
+    units_of_files,
+)
 
 ROOT = "model."
 
@@ -53,9 +62,7 @@ class HFLayout(Layout):
         return 0
 
     def units(self, rank: int) -> tuple[Unit, ...]:
-        if self.owners is not None:
-            return tuple(unit for unit, owner in zip(self.all_units, self.owners, strict=True) if owner == rank)
-        return self.all_units if rank in self.ranks else ()
+        return units_of_files(self.all_units, self.owners, self.ranks, rank)
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
         if kind == "experts" and self.stacked:

@@ -56,6 +56,15 @@ def layer_units(arch: Architecture, layer: int, prefix: str, names: Mapping[str,
     return units + [Unit(part, canonical + name, prefix + (names or parts)[part]) for part, name in parts.items()]
 
 
+def units_of_files(
+    units: tuple[Unit, ...], owners: tuple[int, ...] | None, ranks: tuple[int, ...], rank: int
+) -> tuple[Unit, ...]:
+    """What a rank holds of a whole model in files: the units that it writes, or, without owners, all if it reads."""
+    if owners is not None:
+        return tuple(unit for unit, owner in zip(units, owners, strict=True) if owner == rank)
+    return units if rank in ranks else ()
+
+
 def head_units(arch: Architecture) -> list[Unit]:
     """What turns the last hidden state into an output, where it is not the embedding: under its canonical name."""
     if arch.head == "score":

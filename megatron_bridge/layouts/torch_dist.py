@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_bridge.boxes import Box, Param, Piece, row_major, shape_of, volume, within
 from megatron_bridge.families import Architecture
-from megatron_bridge.layouts.layout import Layout, Unit
+from megatron_bridge.layouts.layout import Layout, Unit, units_of_files
 from megatron_bridge.layouts.megatron import MegatronLayout
 
 Grid = tuple[tuple[str, tuple[Box, ...]], ...]  # the boxes of each parameter of a unit
@@ -58,9 +58,7 @@ class TorchDistLayout(Layout):
         return 0
 
     def units(self, rank: int) -> tuple[Unit, ...]:
-        if self.owners is not None:
-            return tuple(unit for unit, owner in zip(self.all_units, self.owners, strict=True) if owner == rank)
-        return self.all_units if rank in self.ranks else ()
+        return units_of_files(self.all_units, self.owners, self.ranks, rank)
 
     def params(self, kind: str, shard: Hashable) -> tuple[Param, ...]:
         return self._params[kind]
