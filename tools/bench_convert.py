@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,10 @@ print(json.dumps({"seconds": spent, "cpu": cpu, "peak": resource.getrusage(resou
 """
 
 
-def make_model(folder: Path, layers: int) -> int:
-    """A random bfloat16 model; returns the bytes of its weights."""
+def make_model(folder: Path, config: Mapping[str, Any]) -> int:
+    """A bfloat16 model of repeated random numbers; returns the bytes of its weights."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(config))
     parameters = HFLayout(load_architecture(folder), (0,)).parameters(0)
     some = torch.randn(2**20).to(torch.bfloat16)
 
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     source = arguments.out / "model"
-    line: dict[str, Any] = {"model_bytes": make_model(source, arguments.layers)}
+    line: dict[str, Any] = {"model_bytes": make_model(source, {**CONFIG, "num_hidden_layers": arguments.layers})}
     peaks = []
     for state in ("warm", "cold"):
         repeats = [measure(source, arguments.out, state == "cold") for _ in range(arguments.repeats)]

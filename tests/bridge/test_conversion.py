@@ -5,8 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from safetensors.torch import load_file, save_file
 from megatron_bridge.cli import main
 from megatron_bridge.conversion.memory import parse_bytes
 from megatron_bridge.distcp import TRACKER
-from megatron_bridge.families import load_architecture
-from megatron_bridge.files import SINGLE, open_hf, stream_file
-from megatron_bridge.layouts import HFLayout
+from megatron_bridge.files import SINGLE, open_hf
 from tests.bridge.test_checkpoints import BYTE_EQUAL, folder, toy_folder
 from tests.bridge.test_distcp import FAMILIES
 from tests.bridge.toys import CONFIG, labelled, toy
+from tools.bench_convert import make_model
 
 Run = Callable[..., str]
 ROOT = Path(__file__).parent.parent.parent
@@ -297,18 +295,9 @@ def test_memory_is_bounded(run: Run, tmp_path: Path) -> None:
     """A model several times larger than what a process may take besides itself."""
     tiny, source = toy_folder(tmp_path / "tiny"), tmp_path / "source"
     config = {**CONFIG, "hidden_size": 512, "vocab_size": 150_000}
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(config))
-    parameters = HFLayout(load_architecture(config), (0,)).parameters(0)
-    some = torch.randn(2**20).to(torch.bfloat16)
-
-    def values(name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        size = prod(parameters[name].shape)
-        return (some[: size - begin] for begin in range(0, size, len(some)))
-
-    stream_file(source / SINGLE, {name: (param.shape, torch.bfloat16) for name, param in parameters.items()}, values)
+    size = make_model(source, config)
     limit = _peak("import", "--hf", tiny, "--out", tmp_path / "a") + 70 * 2**20
-    assert (source / SINGLE).stat().st_size > 4 * 70 * 2**20
+    assert size > 4 * 70 * 2**20
     for words in (
         ("import", "--hf", source, "--out", tmp_path / "b", "--tp", 2),
         ("export", "--megatron", tmp_path / "b", "--out", tmp_path / "c"),

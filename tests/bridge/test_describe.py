@@ -13,8 +13,8 @@ from megatron_bridge.cli import main
 from megatron_bridge.families import load_architecture
 from megatron_bridge.layout_options import read_layouts
 from tests.bridge.test_placement import QWEN3_8B
-from tests.bridge.test_traffic import LLAMA_70B
 from tests.bridge.toys import CONFIG, toy_experts
+from tools.bench_plan import LLAMA_70B
 
 MODEL_8B = 2 * 151936 * 4096 + 4096 + 36 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128)
 

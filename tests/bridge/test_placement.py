@@ -15,8 +15,8 @@ from megatron_bridge.families import load_architecture
 from megatron_bridge.layouts import MegatronLayout, VLLMLayout
 from megatron_bridge.placement import Placement, align, natural
 from megatron_bridge.plan import make_plan
-from tests.bridge.test_traffic import LLAMA_70B
 from tests.bridge.toys import toy, toy_experts
+from tools.bench_plan import LLAMA_70B
 
 QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3_8B = {

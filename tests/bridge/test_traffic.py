@@ -14,16 +14,7 @@ from megatron_bridge.layouts import Layout, MegatronLayout, VLLMLayout
 from megatron_bridge.plan import Plan, make_plan
 from tests.bridge.random_layouts import architectures, megatron_layouts, vllm_layouts
 from tests.bridge.toys import labelled, shards, toy
-
-LLAMA_70B = {
-    "model_type": "llama",
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28672,
-    "vocab_size": 128256,
-}
+from tools.bench_plan import LLAMA_70B
 
 
 @settings(max_examples=25, deadline=None)
