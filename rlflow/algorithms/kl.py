@@ -12,6 +12,10 @@ from rlflow.algorithms.registry import Registry
 KLEstimator = Callable[[Tensor, Tensor], Tensor]  # (log_probs, ref_log_probs) → estimate, elementwise
 kl_estimator: Registry[KLEstimator] = Registry("KL estimator")
 
+# (coefficient, mean KL of a token, samples of the step, target, horizon) → the next step's coefficient
+KLController = Callable[[float, float, int, float, float], float]
+kl_controller: Registry[KLController] = Registry("KL controller")
+
 
 @kl_estimator("k1")
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -40,3 +44,19 @@ def k1_straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The value of k1 with the gradient of k2."""
     carrier = k2(log_probs, ref_log_probs)
     return carrier + (k1(log_probs, ref_log_probs) - carrier).detach()
+
+
+@kl_controller("fixed")
+def fixed(coefficient: float, kl: float, n_sequences: int, target: float, horizon: float) -> float:
+    """The coefficient stays."""
+    return coefficient
+
+
+@kl_controller("adaptive")
+def adaptive(coefficient: float, kl: float, n_sequences: int, target: float, horizon: float) -> float:
+    """β · (1 + clip(KL / target − 1, ±0.2) · n_sequences / horizon): towards the target KL (Ziegler et al. 2019).
+
+    Positive as long as a step has fewer than 5 · horizon samples.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * n_sequences / horizon)

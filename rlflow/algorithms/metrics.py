@@ -22,27 +22,50 @@ def combine(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return combined
 
 
-def summarize(metrics: Mapping[str, float], updates: int = 1) -> dict[str, float]:
+LOSSES = ("loss", "policy_loss", "kl_loss")
+TOKEN_MEANS = {"kl": "kl", "entropy": "entropy", "clipped": "clip_fraction", "values": "value", "returns": "return"}
+
+
+def summarize(metrics: Mapping[str, float], updates: int = 1, role: str = "actor") -> dict[str, float]:
     """Combined metrics of one or several optimizer steps → means over their tokens, under the names that are shown.
 
     Loss terms carry global weights: their sum is the loss of an optimizer step, and they are only averaged over those.
-    Means are over the tokens that were computed; without any they are left out, and `actor/trainable_tokens` is 0.
+    Means are over the tokens that were computed; without any they are left out, and `<role>/trainable_tokens` is 0.
     """
     tokens = metrics["tokens"]
-    shown = {"actor/trainable_tokens": tokens}
-    shown |= {
-        f"actor/{name}": metrics[name] / updates for name in ("loss", "policy_loss", "kl_loss") if name in metrics
-    }
+    shown = {f"{role}/trainable_tokens": tokens}
+    shown |= {f"{role}/{name}": metrics[name] / updates for name in LOSSES if name in metrics}
     if not tokens:
         return shown
-    shown |= {f"actor/{name}": metrics[name] / tokens for name in ("kl", "entropy") if name in metrics}
-    shown["actor/clip_fraction"] = metrics["clipped"] / tokens
-    shown["actor/ratio_error_max"] = metrics["ratio_error_max"]
+    shown |= {f"{role}/{mean}": metrics[name] / tokens for name, mean in TOKEN_MEANS.items() if name in metrics}
+    if "ratio_error_max" in metrics:
+        shown[f"{role}/ratio_error_max"] = metrics["ratio_error_max"]
     if "mismatch_abs" in metrics:
-        squares = max(metrics["mismatch_weight_squared"], 1e-30)
-        shown["mismatch/log_prob_mean"] = metrics["mismatch_abs"] / tokens
-        shown["mismatch/log_prob_max"] = metrics["mismatch_abs_max"]
-        shown["mismatch/kl"] = metrics["mismatch_kl"] / tokens
-        shown["mismatch/effective_sample_size"] = metrics["mismatch_weight"] ** 2 / squares / tokens
-        shown["mismatch/cut_fraction"] = metrics["mismatch_cut"] / tokens
+        shown |= _mismatch(metrics, tokens)
+    if "value_errors" in metrics:
+        shown |= {f"{role}/{name}": value for name, value in _explained_variance(metrics, tokens).items()}
     return shown
+
+
+def _mismatch(metrics: Mapping[str, float], tokens: float) -> dict[str, float]:
+    squares = max(metrics["mismatch_weight_squared"], 1e-30)
+    return {
+        "mismatch/log_prob_mean": metrics["mismatch_abs"] / tokens,
+        "mismatch/log_prob_max": metrics["mismatch_abs_max"],
+        "mismatch/kl": metrics["mismatch_kl"] / tokens,
+        "mismatch/effective_sample_size": metrics["mismatch_weight"] ** 2 / squares / tokens,
+        "mismatch/cut_fraction": metrics["mismatch_cut"] / tokens,
+    }
+
+
+def _explained_variance(metrics: Mapping[str, float], tokens: float) -> dict[str, float]:
+    """1 − Var(R − V) / Var(R) over all tokens; nothing where all returns are equal."""
+    returns = _variance(metrics["returns"], metrics["returns_squared"], tokens)
+    errors = _variance(metrics["value_errors"], metrics["value_errors_squared"], tokens)
+    return {"explained_variance": 1 - errors / returns} if returns > 0 else {}
+
+
+def _variance(total: float, squares: float, count: float) -> float:
+    """The variance of `count` values from the sums of them and of their squares; 0 where it is but rounding."""
+    variance = squares / count - (total / count) ** 2
+    return variance if variance > 1e-12 * squares / count else 0.0

@@ -6,7 +6,7 @@ Advantages, log-probs and weights are given; who computes them, and over which m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class PolicyObjective:
             raise ValueError(f"no importance correction named {self.importance_correction!r}. Valid: tis")
         if self.kl_coef and self.kl_estimator == "k1":
             raise ValueError("k1 in the loss has an expected gradient of zero: take k2, k3 or k1-straight-through")
+
+    def with_kl_coef(self, kl_coef: float) -> PolicyObjective:
+        """The objective at another KL coefficient; where the loss has no KL term it gets none."""
+        return replace(self, kl_coef=kl_coef) if self.kl_coef else self
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor]
