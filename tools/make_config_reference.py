@@ -9,7 +9,8 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rlflow.config.document import write
-from rlflow.config.names import sections
+from rlflow.config.names import leader, sections
+from rlflow.config.roles import FOLLOWERS
 
 HEAD = "| key | type | default | meaning |\n|---|---|---|---|"
 NAMES = {str: "text", int: "whole number", float: "number", bool: "boolean", NoneType: "`null`"}
@@ -33,13 +34,30 @@ def reference() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for name, section in sections().items():
-        parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}\n", HEAD]
+        parts += [f"\n## {name}\n", f"{(section.__doc__ or '').strip()}{_shared(name)}\n", HEAD]
         hints = get_type_hints(section)
         parts += [
             f"| `{item.name}` | {_type(hints[item.name])}{_limits(item)} | {_default(item)} | {item.metadata['doc']} |"
-            for item in fields(section)
+            for item in listed(name)
         ]
     return "\n".join(parts) + "\n"
+
+
+def listed(section: str) -> list[Field]:
+    """The keys that are described under `section`: those that an earlier section has not described like this."""
+    first = leader(section)
+    described = {item.name: item.metadata for item in fields(sections()[first])} if first else {}
+    return [item for item in fields(sections()[section]) if item.metadata is not described.get(item.name)]
+
+
+def _shared(section: str) -> str:
+    """A sentence on the keys that an earlier section describes."""
+    first = leader(section)
+    if first is None:
+        return ""
+    shared = [item.name for item in fields(sections()[section]) if item not in listed(section)]
+    takes = f"; those that are absent take the values that `{first}` has" if section in FOLLOWERS else ""
+    return f" It has the keys `{shared[0]}` to `{shared[-1]}` of [{first}](#{first}) too{takes}."
 
 
 def _type(hint: Any) -> str:

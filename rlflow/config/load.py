@@ -1,6 +1,7 @@
 """A configuration file, overrides of the command line and the environment to a `Config`, and back to text.
 
-Precedence: the schema's default < the file < an override. Every fault is collected; rules between keys are in `check`.
+Precedence: the schema's default < the file < an override; keys of a role that follows the actor take the actor's
+values where they are absent. Every fault is collected; rules between keys are in `check`.
 """
 
 import os
@@ -16,6 +17,7 @@ from rlflow.config.check import Purpose, check
 from rlflow.config.convert import Text, build
 from rlflow.config.document import parse, write
 from rlflow.config.faults import Fault, independent, refuse
+from rlflow.config.roles import follow, is_followed
 from rlflow.config.schema import Config
 from rlflow.errors import UserError
 
@@ -64,7 +66,9 @@ def interpret(tree: dict[str, Any], overrides: Sequence[str] = ()) -> tuple[Conf
     faults: list[Fault] = []
     for override in overrides:
         tree = _override(tree, override, faults)
-    return build(Config, _substitute(tree, "", faults), "", faults), faults
+    given = _substitute(tree, "", faults)
+    config = build(Config, follow(given), "", faults)
+    return config, [fault for fault in faults if not is_followed(fault.key, given)]
 
 
 def resolve(config: Config) -> Config:

@@ -16,6 +16,22 @@ def sections() -> dict[str, type]:
 
 
 @cache
+def leader(section: str) -> str | None:
+    """The first section that has the keys which `section` shares with others, None where that is itself."""
+    bases = {*sections()[section].__mro__} - {object}
+    first = next(name for name, cls in sections().items() if bases & {*cls.__mro__})
+    return None if first == section else first
+
+
+@cache
+def own_keys(section: str) -> tuple[str, ...]:
+    """The keys of `section` without those that it shares with an earlier one."""
+    first = leader(section)
+    shared = {item.name for item in fields(sections()[first])} if first else set()
+    return tuple(item.name for item in fields(sections()[section]) if item.name not in shared)
+
+
+@cache
 def _names(section: str) -> dict[str, str]:
     """Every name by which a key of `section` may be asked for, those of other tools included -> the key's name."""
     items = fields(sections()[section])
@@ -54,9 +70,16 @@ def _clean(name: str) -> str:
 
 
 def _same_elsewhere(name: str) -> str | None:
-    return " or ".join(f"{part}.{_names(part)[name]}" for part in sections() if name in _names(part)) or None
+    return (
+        " or ".join(f"{part}.{meant}" for part in sections() for word, meant in _own_names(part) if word == name)
+        or None
+    )
 
 
 def _similar_elsewhere(name: str) -> str | None:
-    everything = {name: f"{section}.{meant}" for section in sections() for name, meant in _names(section).items()}
+    everything = {word: f"{part}.{meant}" for part in sections() for word, meant in _own_names(part)}
     return everything.get(nearest(name, everything, cutoff=0.75) or "")
+
+
+def _own_names(section: str) -> list[tuple[str, str]]:
+    return [(word, meant) for word, meant in _names(section).items() if meant in own_keys(section)]

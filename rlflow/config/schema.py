@@ -40,12 +40,22 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Actor:
-    """The grid of the trained model and how it computes; data parallelism takes the ranks that are left."""
+class Role:
+    """A model's grid and how it computes; data parallelism takes the ranks that are left."""
 
-    ranks: Ranks = key("Ranks that train: `all` or a list such as [0, 1].", "all")
+    ranks: Ranks = key(
+        "Ranks that hold the model: `all`, a list such as [0, 1], a range such as 0-3, or nodes such as `node 0` and "
+        "`nodes 0-1`.", "all",
+    )  # fmt: skip
     tensor_parallel_size: int = key("Ranks that share each layer.", 1, minimum=1, known_as=("tp", "tp_size"))
     pipeline_parallel_size: int = key("Ranks that share the stack of layers.", 1, minimum=1, known_as=("pp", "pp_size"))
+    virtual_pipeline_parallel_size: int = key(
+        "Separate pieces of the stack of layers on each pipeline rank: smaller bubbles, more messages.", 1, minimum=1,
+        known_as=("vpp", "vp_size", "virtual_pipeline_model_parallel_size"),
+    )  # fmt: skip
+    context_parallel_size: int = key(
+        "Ranks that share the tokens of each sample.", 1, minimum=1, known_as=("cp", "cp_size")
+    )
     expert_parallel_size: int = key(
         "Places over which the routed experts of a layer are spread, among the ranks of a pipeline stage.", 1,
         minimum=1, known_as=("ep", "ep_size", "expert_model_parallel_size"),
@@ -54,7 +64,8 @@ class Actor:
         "Ranks that share each routed expert; null: `tensor_parallel_size`.", None, minimum=1,
         known_as=("etp", "etp_size"),
     )  # fmt: skip
-    sequence_parallel: bool = key("Shard norms and residuals over the tensor-parallel ranks along tokens.", False)
+    sequence_parallel: bool = key("Shard norms and residuals over the tensor-parallel ranks along tokens.", False,
+                                  known_as=("sp",))  # fmt: skip
     order: str = key("Order of the grid's dimensions, the fastest varying first.", "tp-cp-ep-dp-pp")
     micro_batch_tokens: int = key(
         "Tokens of one forward and backward pass; a longer sample gets a pass of its own.", 4096, minimum=1,
@@ -67,6 +78,56 @@ class Actor:
         "Tokens whose logits exist at once; a micro-batch that scores no more has them computed once, not twice.",
         1024, minimum=1,
     )  # fmt: skip
+    offload: bool = key("Keep the model's state in host memory in the phases that do not need it.", False)
+
+
+@dataclass(frozen=True)
+class Actor(Role):
+    """The trained model: its grid and how it computes; data parallelism takes the ranks that are left."""
+
+    moe_aux_loss_coef: float = key(
+        "Weight of the auxiliary loss that balances the load of routed experts; 0: none.", 0.0, minimum=0,
+        known_as=("aux_loss_coef", "router_aux_loss_coef"),
+    )  # fmt: skip
+    moe_aux_loss: Literal["global", "micro-batch"] = key(
+        "Tokens whose load the auxiliary loss balances: all of an optimizer step, or each micro-batch's.", "global"
+    )
+    router_replay: bool = key("Route each token to the experts that sampled it, where vLLM tells them (R3).", False)
+
+
+@dataclass(frozen=True)
+class Critic(Role):
+    """The model that predicts returns, where `algorithm.advantage` is gae."""
+
+    path: str | None = key("Folder of a score model or a language model; null: `model.path`.", None)
+    head: Literal["zero", "random"] = key("First weights of the value head on a language model.", "zero")
+    value_clip: float | None = key(
+        "Values that moved further than this from those before the step are clipped in the loss; null: none.", 0.5,
+        above=0, known_as=("cliprange_value",),
+    )  # fmt: skip
+    warmup_steps: int = key("First steps, in which only the critic learns.", 0, minimum=0,
+                            known_as=("critic_warmup",))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reference(Role):
+    """The model that the KL divergence is measured to, where `algorithm.kl_coef` is above 0."""
+
+    path: str | None = key("Folder of a language model; null: `model.path`.", None)
+    update_every: int = key("Steps between updates by the actor's weights; 0: the reference stays as it is.", 0,
+                            minimum=0)  # fmt: skip
+    ema: float | None = key(
+        "Share of the reference that an update keeps, the rest is the actor's; null: an update copies the actor.",
+        None, minimum=0, below=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RewardModel(Role):
+    """A score model whose scores are a source of reward, where its `path` is given."""
+
+    path: str | None = key("Folder of a score model (num_labels 1); null: no reward model.", None)
+    weight: float = key("Factor of its score in the total; 0: a metric only.", 1.0)
 
 
 @dataclass(frozen=True)
@@ -84,16 +145,33 @@ class Optimizer:
     clip_grad: float = key(
         "Largest global norm of the gradient; 0: no clipping.", 1.0, minimum=0, known_as=("max_grad_norm", "grad_clip")
     )
+    cpu_offload: float = key("Share of the optimizer's state that the host keeps and updates.", 0.0, minimum=0,
+                             maximum=1, known_as=("optimizer_offload_fraction",))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CriticOptimizer(Optimizer):
+    """AdamW of the critic."""
+
+    lr: float = key("Peak learning rate.", 1e-5, minimum=0, known_as=("learning_rate",))
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """What is optimised; docs/adding_an_algorithm.md has the formulas."""
 
-    advantage: Literal["grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"] = key(
-        "Advantage estimator.", "grpo", known_as=("adv_estimator",)
-    )
+    advantage: Literal[
+        "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gae"
+    ] = key("Advantage estimator; gae is PPO's, with a critic.", "grpo", known_as=("adv_estimator",))
     normalize_std: bool = key("Divide GRPO's advantages by the group's standard deviation; false: Dr. GRPO.", True)
+    gamma: float = key("Discount of later rewards in gae.", 1.0, minimum=0, maximum=1, known_as=("discount",))
+    lam: float = key("Decay of later errors in gae: 1 trusts returns, 0 the critic.", 1.0, minimum=0, maximum=1,
+                     known_as=("lambda", "gae_lambda"))  # fmt: skip
+    bootstrap_truncated: bool = key(
+        "Let gae continue a response that was cut at the length limit with the critic's value after its last token.",
+        False,
+    )
+    whiten_advantages: bool = key("Give gae's advantages mean 0 and variance 1 over the tokens of the step.", True)
     policy_loss: Literal["ppo", "gspo", "cispo", "reinforce", "gmpo"] = key(
         "Policy loss.", "ppo", known_as=("loss_type",)
     )
@@ -110,6 +188,11 @@ class Algorithm:
                          known_as=("beta",))  # fmt: skip
     kl_in: Literal["loss", "reward"] = key("Where the KL divergence is added.", "loss")
     kl_estimator: Literal["k1", "k2", "k3", "k1-straight-through"] = key("Estimator of the KL divergence.", "k3")
+    kl_controller: Literal["fixed", "adaptive"] = key(
+        "Whether the weight of the KL divergence stays, or follows the divergence to its target.", "fixed"
+    )
+    kl_target: float = key("Divergence that the adaptive controller aims at.", 0.1, above=0)
+    kl_horizon: int = key("Samples over which the adaptive controller acts: more are slower.", 10000, minimum=1)
     entropy_coef: float = key("Weight of the entropy bonus.", 0.0, minimum=0)
     epochs: int = key("Passes over each step's samples.", 1, minimum=1, known_as=("ppo_epochs",))
     mini_batches: int = key(
@@ -128,7 +211,7 @@ class Algorithm:
 class Rollout:
     """The vLLM replicas and how they sample."""
 
-    ranks: Ranks = key("Ranks that sample: `all` or a list such as [0, 1].", "all")
+    ranks: Ranks = key("Ranks that sample, written as `actor.ranks`.", "all")
     tensor_parallel_size: int = key(
         "Ranks of one vLLM replica that share each layer.", 1, minimum=1, known_as=("tp", "tp_size")
     )
@@ -233,7 +316,7 @@ class Trainer:
     resume: str = key("`auto`: the newest complete checkpoint of the run, `never`, or a checkpoint's folder.", "auto")
     keep: int = key("Newest checkpoints to keep; 0: all.", 2, minimum=0, known_as=("save_total_limit", "max_keep"))
     output_dir: str = key("Folder of the run; needed to train.", "", known_as=("default_local_dir",))
-    timeout_seconds: int = key("Longest wait in any collective, vLLM's too.", 600, minimum=1, known_as=("timeout",))
+    timeout_seconds: int = key("Longest wait in any collective, vLLM's too.", 1800, minimum=1, known_as=("timeout",))
     export: bool = key("Write the trained model as a Hugging Face folder at the end.", True)
 
 
@@ -253,7 +336,11 @@ class Config:
 
     model: Model
     actor: Actor = field(default_factory=Actor)
+    critic: Critic = field(default_factory=Critic)
+    reference: Reference = field(default_factory=Reference)
+    reward_model: RewardModel = field(default_factory=RewardModel)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    critic_optimizer: CriticOptimizer = field(default_factory=CriticOptimizer)
     algorithm: Algorithm = field(default_factory=Algorithm)
     rollout: Rollout = field(default_factory=Rollout)
     bridge: Bridge = field(default_factory=Bridge)

@@ -1,0 +1,50 @@
+"""Which roles a run has, and what those that follow the actor take from it.
+
+A role is a model on a grid of its own; what grids must be like is in `check_grid`, what roles do in `rlflow.roles`.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from rlflow.config.convert import Text, plain
+from rlflow.config.schema import Config, Role
+
+FOLLOWERS = ("critic", "reference", "reward_model")
+"""Sections whose shared keys take the actor's values where they are absent."""
+SHARED = tuple(item.name for item in fields(Role))
+
+
+def role_sections(config: Config) -> dict[str, Role]:
+    """The sections of the models that training needs, by name, the actor first."""
+    exists = {
+        "actor": True,
+        "critic": config.algorithm.advantage == "gae",
+        "reference": config.algorithm.kl_coef > 0,
+        "reward_model": config.reward_model.path is not None,
+    }
+    return {name: getattr(config, name) for name, needed in exists.items() if needed}
+
+
+def role_path(config: Config, name: str) -> str:
+    """The folder of a role's weights."""
+    return (None if name == "actor" else getattr(config, name).path) or config.model.path
+
+
+def follow(tree: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a file with the actor's values where a follower does not give a shared key itself."""
+    shared = {name: value for name, value in (_keys(tree, "actor") or {}).items() if name in SHARED}
+    given = {name: keys for name in FOLLOWERS if (keys := _keys(tree, name)) is not None}
+    return {**tree, **{name: {**shared, **keys} for name, keys in given.items()}} if shared else tree
+
+
+def is_followed(path: str, tree: dict[str, Any]) -> bool:
+    """Whether the key at `path` is a follower's that has its value from the actor."""
+    section, _, name = path.partition(".")
+    return section in FOLLOWERS and name in SHARED and name not in (_keys(tree, section) or {})
+
+
+def _keys(tree: dict[str, Any], section: str) -> dict[str, Any] | None:
+    """The keys given in a section; None where it is no mapping."""
+    value = tree.get(section)
+    keys = plain(value) if isinstance(value, Text) else value
+    return {} if keys is None else keys if isinstance(keys, dict) else None
