@@ -3,16 +3,26 @@
 from rlflow.batch.balance import assign, balance
 from rlflow.batch.batch import Batch
 from rlflow.batch.packing import MicroBatch, pack
+from rlflow.batch.placement import Placement, place
 from rlflow.batch.planning import plan_micro_batches
 from rlflow.batch.ragged import Ragged
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.batch.sizes import Sizes
-from rlflow.batch.transfer import Catalogue, catalogue, exchange, gather_samples
+from rlflow.batch.transfer import (
+    Catalogue,
+    catalogue,
+    exchange,
+    gather_samples,
+    move_samples,
+    move_tokens,
+    share_samples,
+)
 
 __all__ = [
     "Batch",
     "Catalogue",
     "MicroBatch",
+    "Placement",
     "Prompt",
     "Ragged",
     "Sample",
@@ -22,6 +32,10 @@ __all__ = [
     "catalogue",
     "exchange",
     "gather_samples",
+    "move_samples",
+    "move_tokens",
     "pack",
+    "place",
     "plan_micro_batches",
+    "share_samples",
 ]

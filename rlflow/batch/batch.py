@@ -1,6 +1,7 @@
 """The training batch: N responses to P prompts as flat tensors, each prompt held once for all its responses.
 
-Fields per sample and per response token sit in two dictionaries, so that every role adds its own without a change here.
+Fields per sample, per response token and per prompt token sit in dictionaries, so that every role adds its own without
+a change here.
 Cutting a batch into forwards is left to `packing`, moving it between ranks to `transfer`.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,14 +24,16 @@ class Batch:
     """N responses to P prompts.
 
     `samples["group"]` is the number of the prompt in this step, the same on every rank: two prompts of equal text are
-    two groups. `tokens[...]` are flat like `responses.values`.
+    two groups. `tokens[...]` are flat like `responses.values` and `prompt_tokens[...]` like `prompts.values`; both may
+    have further dimensions behind the tokens.
     """
 
     prompts: Ragged  # int64 token ids, P rows
     responses: Ragged  # int64 token ids, N rows
     prompt_of: Tensor  # int64 [N], row in prompts
     samples: dict[str, Tensor]  # [N]: "group", "index" int64, "rewards" float32 (nan: unscorable), "truncated" bool
-    tokens: dict[str, Tensor]  # [sum of response lengths]: "mask" bool, "rollout_log_probs" float32, ...
+    tokens: dict[str, Tensor]  # [sum of response lengths, …]: "mask" bool, "rollout_log_probs" float32, ...
+    prompt_tokens: dict[str, Tensor] = field(default_factory=dict)  # [sum of prompt lengths, …]
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -75,13 +78,14 @@ class Batch:
         """The given samples in the given order, with only the prompts that they need."""
         rows = torch.as_tensor(index, dtype=torch.int64, device=self.prompt_of.device)
         kept_prompts, prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
-        token_index = self.responses.value_index(rows)
+        token_index, prompt_index = self.responses.value_index(rows), self.prompts.value_index(kept_prompts)
         return Batch(
-            prompts=self.prompts.select(kept_prompts),
+            prompts=Ragged(self.prompts.values[prompt_index], self.prompts.lengths[kept_prompts]),
             responses=Ragged(self.responses.values[token_index], self.responses.lengths[rows]),
             prompt_of=prompt_of,
             samples={name: values[rows] for name, values in self.samples.items()},
             tokens={name: values[token_index] for name, values in self.tokens.items()},
+            prompt_tokens={name: values[prompt_index] for name, values in self.prompt_tokens.items()},
         )
 
     @staticmethod
@@ -100,12 +104,17 @@ class Batch:
             offset += len(part.prompts)
         device = parts[0].prompt_of.device
         prompts = Ragged.concat([part.prompts for part in parts])
+        kept_rows = _integers(kept).to(device)
+        prompt_index = prompts.value_index(kept_rows)
         return Batch(
-            prompts=prompts.select(_integers(kept).to(device)),
+            prompts=prompts.select(kept_rows),
             responses=Ragged.concat([part.responses for part in parts]),
             prompt_of=_integers(prompt_of).to(device),
-            samples={name: torch.cat([part.samples[name] for part in parts]) for name in parts[0].samples},
-            tokens={name: torch.cat([part.tokens[name] for part in parts]) for name in parts[0].tokens},
+            samples=_joined([part.samples for part in parts]),
+            tokens=_joined([part.tokens for part in parts]),
+            prompt_tokens={
+                name: values[prompt_index] for name, values in _joined([part.prompt_tokens for part in parts]).items()
+            },
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -115,6 +124,7 @@ class Batch:
             prompt_of=self.prompt_of.to(device),
             samples={name: values.to(device) for name, values in self.samples.items()},
             tokens={name: values.to(device) for name, values in self.tokens.items()},
+            prompt_tokens={name: values.to(device) for name, values in self.prompt_tokens.items()},
         )
 
     def sizes(self) -> Sizes:
@@ -128,6 +138,10 @@ class Batch:
     def per_token(self, values: Tensor) -> Tensor:
         """Give every response token its sample's value: [N] → [sum of response lengths]."""
         return torch.repeat_interleave(values, self.responses.lengths, output_size=len(self.responses.values))
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _integers(values: Iterable[int]) -> Tensor:

@@ -87,9 +87,12 @@ def test_everybody_knows_the_sizes_and_scores(world):
 
 
 def test_a_rank_receives_only_the_bytes_of_its_samples(world):
-    """int64 ids, float32 log-probs, one byte of mask: 8 a prompt token (once an owner), 13 a response token."""
+    """int32 ids, float32 log-probs, one byte of mask: 4 a prompt token, 9 a response token; nothing of what it has.
+
+    Rank 0 lacks only the 3 tokens of sample 3, whose prompt it has; rank 1 gets an empty response and its prompt.
+    """
     results = world(3, run_exchange, [[3, 0, 1], [2], [4, 5]])
-    expected_bytes = [2 * 3 * 8 + 6 * 13, 1 * 8, (1 + 2) * 8 + 3 * 13]
+    expected_bytes = [3 * 9, 1 * 4, 0]
     assert [facts["bytes"] for _, facts in results] == expected_bytes
 
 
