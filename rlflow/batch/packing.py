@@ -1,54 +1,106 @@
 """Lay samples out as packed sequences: the rows of a forward, and where each response token is predicted.
 
-Which samples go together is left to `planning`, which rank gets them to `balance`.
-A prompt with several responses in one micro-batch may be computed once: the responses follow it and attend to it.
+Which samples go together is left to `planning`, which rank gets them to `balance`, how context-parallel ranks divide
+the rows to `zigzag`. A prompt with several responses in one micro-batch may be computed once: the responses follow it
+and attend to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rlflow.batch.batch import Batch
 from rlflow.batch.ragged import spans
+from rlflow.batch.zigzag import Segment, context_rows
 
 
 @dataclass
 class MicroBatch:
-    """What one forward sees: T packed rows, R response tokens to be scored.
+    """What one forward sees: T packed rows, R response tokens to be scored, S samples.
 
-    The last token of a response predicts nothing and is no row. Padding, if any, is the last segment.
+    The last token of a response predicts nothing: it is a row only where values at it were asked for. Padding has the
+    token 0; it ends each sequence under context parallelism, and is the last segment where the rows are too few.
     """
 
     token_ids: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], from 0 in every sequence; a response continues behind its prompt
+    is_padding: Tensor  # bool [T]
     # (prefix_start, prefix_end, start, end): rows [start, end) attend causally to themselves and fully to the prefix,
     # which is the empty range (start, start) unless a prompt is shared
-    segments: list[tuple[int, int, int, int]]
-    cu_seqlens: Tensor  # int32 [S + 1], bounds of the segments
+    segments: list[Segment]
+    cu_seqlens: Tensor  # int32 [segments + 1], their bounds
     max_seqlen: int
     predict_at: Tensor  # int64 [R], row in [0, T) whose hidden state predicts the response token
     targets: Tensor  # int64 [R], response token ids
     token_index: Tensor  # int64 [R], where the response token lies in the batch's `tokens` fields
     sample_index: Tensor  # int64 [R], the batch's sample of the response token
+    last_rows: Tensor  # int64 [S], row of the last response token, of the prompt's where there is none; else empty
+    last_samples: Tensor  # int64 [S], the batch's samples of the `last_rows`
     padding: int  # rows of padding in T
+    # The part of one context-parallel rank: its T / size rows; `segments`, their bounds, `padding`, `token_index`,
+    # `sample_index` and `last_samples` stay those of the whole.
+    context_rank: int = 0
+    context_size: int = 1
+    scored: Tensor | None = None  # int64 [r], which of the R tokens the rows here predict; None: all
+    last_scored: Tensor | None = None  # int64 [s], which of the S last rows are here; None: all
 
     def to(self, device: torch.device | str) -> MicroBatch:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return MicroBatch(**{**vars(self), **moved})
 
+    def for_context_rank(self, rank: int, size: int) -> MicroBatch:
+        """The rows that a context-parallel rank holds, and the predictions that are made from them.
 
-def pack(batch: Batch, bins: Sequence[Sequence[int]], *, share_prompts: bool, multiple: int = 1) -> list[MicroBatch]:
+        Raises ValueError where the micro-batch was not packed with `context=size`.
+        """
+        if size == 1:
+            return self
+        rows = context_rows(self.segments, rank, size).to(self.token_ids.device)
+        place = torch.full_like(self.token_ids, -1).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+        predict_at, last_rows = place[self.predict_at], place[self.last_rows]
+        scored, last_scored = (places.ge(0).nonzero()[:, 0] for places in (predict_at, last_rows))
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            position_ids=self.position_ids[rows],
+            is_padding=self.is_padding[rows],
+            predict_at=predict_at[scored],
+            targets=self.targets[scored],
+            last_rows=last_rows[last_scored],
+            context_rank=rank,
+            context_size=size,
+            scored=scored,
+            last_scored=last_scored,
+        )
+
+
+def pack(
+    batch: Batch,
+    bins: Sequence[Sequence[int]],
+    *,
+    share_prompts: bool,
+    multiple: int = 1,
+    context: int = 1,
+    with_last: bool = False,
+) -> list[MicroBatch]:
     """Pack the samples of each bin into one micro-batch, padded at the end to a multiple of `multiple` rows.
 
     With `share_prompts` a prompt with several responses in a bin is computed once. An empty bin becomes a micro-batch
     of padding alone, for ranks that must take part in a forward without having work for it.
+    For `context` ranks each sequence is padded to a multiple of 2·context rows, and `multiple` holds for each rank's
+    part. ValueError for prompts that would be shared then. `with_last` makes the last response token a row, too.
     """
+    if context > 1:
+        if share_prompts:
+            raise ValueError("prompts cannot be shared under context parallelism")
+        multiple = context * math.lcm(2, multiple)
     pool = torch.cat([batch.prompts.values, batch.responses.values])
-    layout = _Layout(batch)
+    layout = _Layout(batch, 2 * context if context > 1 else 1, with_last)
     return [_micro_batch(pool, layout, layout.rows_of(members, share_prompts), multiple) for members in bins]
 
 
@@ -57,14 +109,14 @@ class _Rows:
     """The runs of rows of one micro-batch, and its samples, while they are laid out."""
 
     length: int = 0
-    sources: list[tuple[int, int, int]] = field(default_factory=list)  # start in the pool, rows, first position
-    segments: list[tuple[int, int, int, int]] = field(default_factory=list)
+    sources: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, start in the pool, rows, position
+    segments: list[Segment] = field(default_factory=list)
     samples: list[tuple[int, int, int]] = field(default_factory=list)  # sample, prompt's last row, response's first row
 
     def add(self, source: int, rows: int, position: int) -> int:
         """Append rows; returns where they start."""
         start = self.length
-        self.sources.append((source, rows, position))
+        self.sources.append((start, source, rows, position))
         self.length += rows
         return start
 
@@ -72,12 +124,13 @@ class _Rows:
 class _Layout:
     """Where prompts and responses of a batch lie, as plain numbers."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, sequence_multiple: int, with_last: bool) -> None:
         self.prompt_of = batch.prompt_of.tolist()
         self.prompt_lengths = batch.prompts.lengths.tolist()
         self.prompt_starts = batch.prompts.offsets.tolist()
         self.response_lengths = batch.responses.lengths.tolist()
         self.response_starts = batch.responses.offsets.tolist()
+        self.sequence_multiple, self.with_last = sequence_multiple, with_last
 
     def rows_of(self, members: Sequence[int], share_prompts: bool) -> _Rows:
         rows = _Rows()
@@ -98,27 +151,31 @@ class _Layout:
         if not alone:
             rows.segments.append((prompt_start, prompt_start, prompt_start, prompt_end))
         for sample in group:
-            grown = max(self.response_lengths[sample] - 1, 0)
+            grown = max(self.response_lengths[sample] - (not self.with_last), 0)
             source = self.prompt_starts[-1] + self.response_starts[sample]
             start = rows.add(source, grown, prompt_length)
             rows.samples.append((sample, prompt_end - 1, start))
             if alone:
-                rows.segments.append((prompt_start, prompt_start, prompt_start, start + grown))
+                rows.length += (prompt_start - rows.length) % self.sequence_multiple
+                rows.segments.append((prompt_start, prompt_start, prompt_start, rows.length))
             elif grown:
                 rows.segments.append((prompt_start, prompt_end, start, start + grown))
 
 
 def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> MicroBatch:
-    padding = -rows.length % multiple if rows.length else multiple
-    if padding:
-        rows.segments.append((rows.length, rows.length, rows.length, rows.length + padding))
-    starts, lengths, positions = _columns(rows.sources)
+    if filled := (-rows.length % multiple if rows.length else multiple):
+        rows.segments.append((rows.length, rows.length, rows.length, rows.length + filled))
+    total = rows.length + filled
+    places, starts, lengths, positions = _columns(rows.sources, 4)
+    real = spans(places, lengths)
     bounds = [0] + [end for _, _, _, end in rows.segments]
-    predict_at, token_index, sample_index = _predictions(layout, rows)
-    pad = torch.nn.functional.pad
+    predict_at, token_index, sample_index, last_rows = _predictions(layout, rows)
     micro_batch = MicroBatch(
-        token_ids=pad(pool[spans(starts, lengths).to(pool.device)], (0, padding)),
-        position_ids=pad(spans(positions, lengths), (0, padding)),
+        token_ids=pool.new_zeros(total).index_copy_(
+            0, real.to(pool.device), pool[spans(starts, lengths).to(pool.device)]
+        ),
+        position_ids=torch.zeros(total, dtype=torch.int64).index_copy_(0, real, spans(positions, lengths)),
+        is_padding=torch.ones(total, dtype=torch.bool).index_fill_(0, real, False),
         segments=rows.segments,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         max_seqlen=max(end - start for _, _, start, end in rows.segments),
@@ -126,25 +183,29 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
         targets=pool[(token_index + layout.prompt_starts[-1]).to(pool.device)],
         token_index=token_index,
         sample_index=sample_index,
-        padding=padding,
+        last_rows=last_rows if layout.with_last else last_rows[:0],
+        last_samples=_columns(rows.samples, 3)[0][: len(last_rows) if layout.with_last else 0],
+        padding=total - len(real),
     )
     return micro_batch.to(pool.device)
 
 
-def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each response token the row that predicts it, its place in the batch's token fields, and its sample.
 
-    The prompt's last row predicts the first token of a response, each row of the response the token after it.
+    The prompt's last row predicts the first token of a response, each row of the response the token after it. And for
+    each sample the row that its last token would have.
     """
-    samples, prompt_ends, starts = _columns(rows.samples)
+    samples, prompt_ends, starts = _columns(rows.samples, 3)
     lengths = torch.tensor([layout.response_lengths[sample] for sample in samples.tolist()], dtype=torch.int64)
     places = torch.tensor([layout.response_starts[sample] for sample in samples.tolist()], dtype=torch.int64)
     predict_at = spans(starts - 1, lengths)
     firsts = (lengths.cumsum(0) - lengths)[lengths > 0]
     predict_at[firsts] = prompt_ends[lengths > 0]
-    return predict_at, spans(places, lengths), torch.repeat_interleave(samples, lengths)
+    last_rows = torch.where(lengths > 0, starts + lengths - 1, prompt_ends)
+    return predict_at, spans(places, lengths), torch.repeat_interleave(samples, lengths), last_rows
 
 
-def _columns(rows: list[tuple[int, int, int]]) -> Tensor:
-    """int64 [3, len(rows)]."""
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).T
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
+    """int64 [width, len(rows)]."""
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, width).T

@@ -12,12 +12,13 @@ from rlflow.batch.sizes import Sizes
 
 
 def plan_micro_batches(
-    sizes: Sizes, budget_tokens: int, *, share_prompts: bool, count: int | None = None
+    sizes: Sizes, budget_tokens: int, *, share_prompts: bool, count: int | None = None, multiple_of: int = 1
 ) -> list[list[int]]:
     """Samples of each micro-batch, each at most `budget_tokens` rows; a sample longer than that gets its own.
 
     As few micro-batches as first-fit-decreasing finds, then evened out. With `count` exactly so many, the last ones
-    empty where there are too few samples; ValueError if the budget needs more.
+    empty where there are too few samples; ValueError if the budget needs more. The number is rounded up to a multiple
+    of `multiple_of`, as pipelines of virtual stages need it.
     """
     if budget_tokens < 1:
         raise ValueError(f"a micro-batch of {budget_tokens} tokens holds nothing")
@@ -27,6 +28,7 @@ def plan_micro_batches(
     if count is not None and count < len(bins):
         raise ValueError(f"{sum(costs)} rows need {len(bins)} micro-batches of {budget_tokens} tokens, not {count}")
     wanted = len(bins) if count is None else count
+    wanted += -wanted % multiple_of
     if bins:
         even = balance(costs, wanted)
         if all(len(members) <= 1 or sum(costs[unit] for unit in members) <= budget_tokens for members in even):

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths of N samples; samples of one group have the same prompt."""
+    """Lengths of N samples, and what a forward makes of them; samples of one group have the same prompt."""
 
     prompts: list[int]  # prompt tokens of each sample
     responses: list[int]  # response tokens of each sample
     groups: list[int]
+    context: int = 1  # context-parallel ranks: each sequence is padded to a multiple of twice as many rows
+    with_last: bool = False  # whether the last response token is a row
 
     def __len__(self) -> int:
         return len(self.responses)
 
     def select(self, members: Sequence[int]) -> Sizes:
-        return Sizes(
-            [self.prompts[i] for i in members], [self.responses[i] for i in members], [self.groups[i] for i in members]
+        return replace(
+            self,
+            prompts=[self.prompts[i] for i in members],
+            responses=[self.responses[i] for i in members],
+            groups=[self.groups[i] for i in members],
         )
 
     def grown(self, sample: int) -> int:
-        """Rows of a response in a forward: its last token predicts nothing and is left out."""
-        return max(self.responses[sample] - 1, 0)
+        """Rows of a response in a forward: its last token predicts nothing and may be left out."""
+        return max(self.responses[sample] - (not self.with_last), 0)
 
     def prompts_held(self, members: Iterable[int], share_prompts: bool) -> list[int]:
         """The prompt lengths that a forward over these samples computes."""
@@ -33,7 +38,10 @@ class Sizes:
         return [self.prompts[i] for i in members]
 
     def rows(self, members: Sequence[int], share_prompts: bool) -> int:
-        """Rows of one forward over these samples, before padding."""
+        """Rows of one forward over these samples, before it is padded as a whole."""
+        if self.context > 1:
+            lengths = [self.prompts[i] + self.grown(i) for i in members]
+            return sum(length + -length % (2 * self.context) for length in lengths)
         return sum(self.prompts_held(members, share_prompts)) + sum(self.grown(i) for i in members)
 
     def cost(self, members: Sequence[int], share_prompts: bool, hidden: int) -> float:
