@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.layouts.grid import expert_sizes, gathers_in_order, shares_stages
 from rlflow.config.faults import Fault
-from rlflow.config.schema import Actor, Config, Ranks, Rollout
+from rlflow.config.ranks import rank_list
+from rlflow.config.schema import Actor, Config, Rollout
 from rlflow.errors import UserError
 from rlflow.limits import model_limits
 
@@ -175,13 +176,6 @@ def checkpoint_faults(config: Config, world_size: int | None) -> Iterator[Fault]
     if every > 0 and ranks is not None and world_size is not None and len(ranks) < world_size:
         rule = f"checkpoints need the actor on all {world_size} ranks of the job"
         yield Fault("trainer.save_every", every, rule, "0", ("actor.ranks",))
-
-
-def rank_list(ranks: Ranks, world_size: int | None) -> tuple[int, ...] | None:
-    """The ranks that a role names; None where `all` of an unknown number."""
-    if ranks == "all":
-        return None if world_size is None else tuple(range(world_size))
-    return ranks
 
 
 def data_parallel_size(config: Config, world_size: int | None) -> int | None:

@@ -17,6 +17,7 @@ from rlflow.config.check import Purpose, check
 from rlflow.config.convert import Text, build
 from rlflow.config.document import parse, write
 from rlflow.config.faults import Fault, independent, refuse
+from rlflow.config.ranks import ranks_on_node, written_out
 from rlflow.config.roles import follow, is_followed
 from rlflow.config.schema import Config
 from rlflow.errors import UserError
@@ -25,13 +26,21 @@ VARIABLE = re.compile(r"\$(\$\{)|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None, purpose: Purpose = "train"
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    ranks_per_node: int | None = None,
+    purpose: Purpose = "train",
 ) -> Config:
     """The checked configuration of a run; raises one UserError that lists all faults.
 
     `overrides` are `section.key=value`; rules that need the number of ranks are skipped where `world_size` is None.
+    Nodes that it names are counted by `ranks_per_node`, by default what torchrun says.
     """
-    return assemble(read(path), overrides, world_size=world_size, purpose=purpose, source=str(path))
+    return assemble(
+        read(path), overrides, world_size=world_size, ranks_per_node=ranks_per_node, purpose=purpose, source=str(path)
+    )
 
 
 def assemble(
@@ -39,11 +48,12 @@ def assemble(
     overrides: Sequence[str] = (),
     *,
     world_size: int | None = None,
+    ranks_per_node: int | None = None,
     purpose: Purpose = "train",
     source: str = "configuration",
 ) -> Config:
     """As `load`, from the plain mapping of a file."""
-    config, faults = interpret(tree, overrides)
+    config, faults = interpret(tree, overrides, ranks_per_node or ranks_on_node())
     refuse(source, faults + independent(check(config, world_size, purpose), faults))
     return resolve(config)
 
@@ -61,12 +71,14 @@ def read(path: str | Path) -> dict[str, Any]:
     return tree or {}
 
 
-def interpret(tree: dict[str, Any], overrides: Sequence[str] = ()) -> tuple[Config, list[Fault]]:
+def interpret(
+    tree: dict[str, Any], overrides: Sequence[str] = (), ranks_per_node: int | None = None
+) -> tuple[Config, list[Fault]]:
     """The typed configuration and every unknown key and wrong type in it; a faulty key has its default."""
     faults: list[Fault] = []
     for override in overrides:
         tree = _override(tree, override, faults)
-    given = _substitute(tree, "", faults)
+    given = written_out(_substitute(tree, "", faults), ranks_per_node, faults)
     config = build(Config, follow(given), "", faults)
     return config, [fault for fault in faults if not is_followed(fault.key, given)]
 

@@ -1,6 +1,7 @@
 """What a configuration would run, in a few lines for people."""
 
-from rlflow.config.check_grid import data_parallel_size, rank_list
+from rlflow.config.check_grid import data_parallel_size
+from rlflow.config.ranks import rank_list
 from rlflow.config.schema import Config, Rollout
 
 
