@@ -82,21 +82,18 @@ class Scored:
         return (rewards + Ragged(self.penalties, self.own_lengths).exclusive_cumsum()).float()
 
     def token_rewards(self) -> Tensor:
-        """float64 [R]: less each token's penalty, with the score on the last token inside the mask; 0 outside it.
+        """float64 [R]: less each token's penalty, and with the score on the last token inside the mask; 0 outside it.
 
         A sample without a token inside the mask has no reward; an unscorable one's is nan on its last token.
         """
         mask, score = self.learnable(), self.rewards[self.own].double()
-        rewards = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+        rewards = Ragged(torch.zeros(len(mask), dtype=torch.float64, device=mask.device), self.own_lengths)
         if self.penalties is not None:
-            rewards -= self.penalties
-            score = score - score.new_zeros(len(score)).index_add(0, self._row_ids(), rewards)
+            rewards.values.sub_(self.penalties)
+            score = score.index_add(0, rewards.row_ids(), rewards.values, alpha=-1)
         kept = rows_count(mask, self.own_lengths)
         last = mask.nonzero().flatten()[kept.cumsum(0)[kept > 0] - 1]
-        return masked(rewards.index_add(0, last, score[kept > 0]), mask)
-
-    def _row_ids(self) -> Tensor:
-        return torch.repeat_interleave(torch.arange(len(self.own), device=self.own.device), self.own_lengths)
+        return masked(rewards.values.index_add(0, last, score[kept > 0]), mask)
 
 
 AdvantageFunction = Callable[[Scored], Advantages]
@@ -186,23 +183,23 @@ def reinforce_plus_plus_baseline(scored: Scored) -> Advantages:
 
 @advantage("gae")
 def gae(scored: Scored) -> Advantages:
-    """Generalised advantage estimation over tokens with a critic's values (Schulman et al. 2016); PPO's advantage.
+    """Generalised advantage estimation from a critic's values (Schulman et al. 2016), PPO's advantage.
 
-    Returns are the advantages plus the values, before whitening over all tokens of the step. Raises ValueError without
-    the critic's values, FloatingPointError where one inside the mask is not finite.
+    Returns are advantages plus values, before the advantages are whitened over all tokens of the step. Raises
+    ValueError without values, FloatingPointError where one inside the mask is not finite.
     """
     if scored.values is None or scored.last_values is None or scored.truncated is None:
         raise ValueError("gae needs values, last_values and truncated")
-    mask = scored.learnable() & ~torch.isnan(scored.per_token(scored.rewards))
+    included = ~torch.isnan(scored.per_token(scored.rewards))
+    mask = scored.learnable() & included
     values = masked(scored.values, mask)
-    bootstrapped = scored.truncated & scored.bootstrap_truncated
-    last_values = masked(scored.last_values, bootstrapped)
-    if not (torch.isfinite(values).all() and torch.isfinite(last_values).all()):
-        raise FloatingPointError("the critic's values are not finite: no advantage can be made of them")
+    last_values = masked(scored.last_values, scored.truncated & scored.bootstrap_truncated)
+    if not torch.isfinite(torch.cat([values, last_values])).all():
+        raise FloatingPointError("the critic's values are not finite: no advantages can be made of them")
     raw = estimate_advantages(
         scored.token_rewards(), values, mask, scored.own_lengths, last_values, gamma=scored.gamma, lam=scored.lam
     )
-    found = Advantages(raw.float(), ~torch.isnan(scored.per_token(scored.rewards)), (raw + values).float())
+    found = Advantages(raw.float(), included, returns=(raw + values).float())
     return _whitened(found, scored) if scored.whiten else found
 
 

@@ -68,4 +68,4 @@ def _explained_variance(metrics: Mapping[str, float], tokens: float) -> dict[str
 def _variance(total: float, squares: float, count: float) -> float:
     """The variance of `count` values from the sums of them and of their squares; 0 where it is but rounding."""
     variance = squares / count - (total / count) ** 2
-    return variance if variance > 1e-12 * squares / count else 0.0
+    return variance if variance > 1e-13 * squares / count else 0.0

@@ -162,6 +162,13 @@ def test_leaving_out_samples_of_zero_gradient_changes_no_gradient():
     assert whole.grad.tolist() == rest.grad.tolist()
 
 
+def test_the_kl_coefficient_changes_from_step_to_step():
+    """A controller's coefficient weighs the KL term; where KL is in the reward the loss has none at any coefficient."""
+    objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.5)
+    assert objective.with_kl_coef(0.3) == PolicyObjective(kl_coef=0.3, entropy_coef=0.5)
+    assert PolicyObjective().with_kl_coef(0.3) == PolicyObjective()
+
+
 def test_k1_is_refused_as_a_loss():
     with pytest.raises(ValueError, match="expected gradient of zero"):
         PolicyObjective(kl_coef=0.1, kl_estimator="k1")
@@ -178,7 +185,8 @@ def test_unknown_names_raise_before_the_first_step():
 @pytest.mark.parametrize(
     ("key", "registry"),
     [("advantage", algorithms.advantage), ("policy_loss", algorithms.policy_loss),
-     ("kl_estimator", algorithms.kl_estimator), ("aggregation", algorithms.aggregation)],
+     ("kl_estimator", algorithms.kl_estimator), ("kl_controller", algorithms.kl_controller),
+     ("aggregation", algorithms.aggregation)],
 )  # fmt: skip
 def test_the_configuration_offers_what_is_registered(key: str, registry: algorithms.registry.Registry):
     declared = typing.get_type_hints(schema.Algorithm)[key]
