@@ -39,9 +39,9 @@ class MicroBatch:
     targets: Tensor  # int64 [R], response token ids
     token_index: Tensor  # int64 [R], where the response token lies in the batch's `tokens` fields
     sample_index: Tensor  # int64 [R], the batch's sample of the response token
-    last_rows: Tensor  # int64 [S], row of the last response token, of the prompt's where there is none; else empty
-    last_samples: Tensor  # int64 [S], the batch's samples of the `last_rows`
     padding: int  # rows of padding in T
+    last_rows: Tensor | None = None  # int64 [S], row of the last response token, or of the prompt's if there is none
+    last_samples: Tensor | None = None  # int64 [S], the batch's samples; both None unless last rows were asked for
     # The part of one context-parallel rank: its T / size rows; `segments`, their bounds, `padding`, `token_index`,
     # `sample_index` and `last_samples` stay those of the whole.
     context_rank: int = 0
@@ -62,21 +62,27 @@ class MicroBatch:
             return self
         rows = context_rows(self.segments, rank, size).to(self.token_ids.device)
         place = torch.full_like(self.token_ids, -1).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
-        predict_at, last_rows = place[self.predict_at], place[self.last_rows]
-        scored, last_scored = (places.ge(0).nonzero()[:, 0] for places in (predict_at, last_rows))
+        predict_at, scored = _those_here(place[self.predict_at])
+        last_rows, last_scored = (None, None) if self.last_rows is None else _those_here(place[self.last_rows])
         return replace(
             self,
             token_ids=self.token_ids[rows],
             position_ids=self.position_ids[rows],
             is_padding=self.is_padding[rows],
-            predict_at=predict_at[scored],
+            predict_at=predict_at,
             targets=self.targets[scored],
-            last_rows=last_rows[last_scored],
+            last_rows=last_rows,
             context_rank=rank,
             context_size=size,
             scored=scored,
             last_scored=last_scored,
         )
+
+
+def _those_here(places: Tensor) -> tuple[Tensor, Tensor]:
+    """Of places on a rank, −1 for what is elsewhere: those here, and which of all they are."""
+    here = places.ge(0).nonzero()[:, 0]
+    return places[here], here
 
 
 def pack(
@@ -183,9 +189,9 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
         targets=pool[(token_index + layout.prompt_starts[-1]).to(pool.device)],
         token_index=token_index,
         sample_index=sample_index,
-        last_rows=last_rows if layout.with_last else last_rows[:0],
-        last_samples=_columns(rows.samples, 3)[0][: len(last_rows) if layout.with_last else 0],
         padding=total - len(real),
+        last_rows=last_rows if layout.with_last else None,
+        last_samples=_columns(rows.samples, 3)[0] if layout.with_last else None,
     )
     return micro_batch.to(pool.device)
 

@@ -2,13 +2,14 @@
 
 Rows are gathered into a few batches of segments of similar length and each batch is one fused attention call, so that
 the cost in Python does not grow with the number of sequences. On CUDA a micro-batch without shared prompts goes through
-the variable-length kernel instead. Queries and keys are rotated here, by the positions of the micro-batch.
+the variable-length kernel instead. Queries and keys are rotated here, by the positions of the micro-batch. A
+context-parallel rank computes the queries of its own rows, over keys and values that it gathers from all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_bridge.compat import allow_grouped_queries
+from rlflow.batch.zigzag import Segment
+from rlflow.models.context import gather_rows
 from rlflow.models.rope import RotationTable, rotate
 from rlflow.models.short_attention import attend_short
 
 if TYPE_CHECKING:
     from rlflow.models.packed import PackedInput
-
-Segment = tuple[int, int, int, int]  # (prefix_start, prefix_end, start, end), as in rlflow.batch.MicroBatch
 
 SHORTEST_IN_BATCH = 0.7
 """Segments shorter than this part of a batch's longest start a new batch: padding is computed, calls cost time."""
@@ -42,9 +43,9 @@ class SegmentBatch:
     nobody; otherwise `mask` says what each row may see.
     """
 
-    rows: Tensor  # int64 [B · L]
+    rows: Tensor  # int64 [B · L], of the queries
     is_own: Tensor  # bool [B · L], False for padding
-    seen_rows: Tensor  # int64 [B · (P + L)], keys and values: the prefix, then the segment itself
+    seen_rows: Tensor  # int64 [B · (P + L)], of keys and values: the prefix, then the segment itself
     size: int  # B
     mask: Tensor | None  # [B, 1, L, P + L]: 0 where visible, −inf elsewhere, in `dtype`
     dtype: torch.dtype  # of the computation, of a short one's softmax
@@ -56,7 +57,14 @@ class AttentionPlan:
     """How to compute the attention of one micro-batch; made once, used by every layer."""
 
     batches: list[SegmentBatch]
-    place: Tensor  # int64 [T], where the row lies in the concatenated outputs of all batches
+    place: Tensor  # int64 [rows], where the row lies in the concatenated outputs of all batches
+
+
+class Gathered(NamedTuple):
+    """Where the rows of a micro-batch are whose parts lie on several context-parallel ranks."""
+
+    places: Tensor  # int64 [T], of each row in what is gathered: one rank's rows after the other's
+    first: int  # place of the first row of this rank
 
 
 class AttentionInput(NamedTuple):
@@ -68,15 +76,22 @@ class AttentionInput(NamedTuple):
 
 
 def plan_attention(
-    segments: Sequence[Segment], device: torch.device, dtype: torch.dtype, window: int = 0
+    segments: Sequence[Segment],
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int = 0,
+    gathered: Gathered | None = None,
 ) -> AttentionPlan:
     """Batch the segments of a micro-batch; they must cover the rows 0 … T − 1 once.
 
-    With a `window` each row sees so many rows at most: itself and those before it, of its prefix too.
+    With a `window` each row sees so many rows at most: itself and those before it, of its prefix too. With `gathered`
+    the segments are those of one context-parallel rank, and cover its rows.
     """
     if window:
         segments = _cut_to_windows(segments, window)
     batches = [_make_batch(group, device, dtype, window) for group in _similar(segments)]
+    if gathered is not None:
+        batches = [_on_rank(batch, gathered) for batch in batches]
     rows = torch.cat([batch.rows for batch in batches])
     is_own = torch.cat([batch.is_own for batch in batches])
     place = torch.empty(sum(end - start for *_, start, end in segments), dtype=torch.int64, device=device)
@@ -134,8 +149,17 @@ def _make_batch(group: list[Segment], device: torch.device, dtype: torch.dtype, 
     )
 
 
+def _on_rank(batch: SegmentBatch, gathered: Gathered) -> SegmentBatch:
+    """The same segments, where queries are rows of one rank and keys are gathered."""
+    rows, seen_rows = gathered.places[batch.rows], gathered.places[batch.seen_rows]
+    return replace(batch, rows=rows - gathered.first, seen_rows=seen_rows)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-    """softmax(q·kᵀ·scale)·v of packed rows: [T, heads, d], [T, kv_heads, d], [T, kv_heads, d] → [T, heads · d]."""
+    """softmax(q·kᵀ·scale)·v of packed rows: [T, heads, d], [T, kv_heads, d], [T, kv_heads, d] → [T, heads · d].
+
+    There may be more keys than queries, those of other ranks.
+    """
     outputs = []
     for batch in plan.batches:
         q, k, v = (
@@ -160,11 +184,15 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, batch: SegmentBatch
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention of the local layer spec, for input that comes with a `PackedInput`."""
+    """Core attention of the local layer spec, for input that comes with a `PackedInput`.
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+    `pg_collection.cp` are the ranks over which the rows of each micro-batch are divided.
+    """
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.context_group = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
 
     def forward(
         self,
@@ -176,13 +204,22 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedInput,
         **_: Any,
     ) -> Tensor:
-        """[T, 1, heads, d], [T, 1, kv_heads, d] twice → [T, 1, heads · d]."""
-        rotation, plan, window = self._how(packed_seq_params)
-        query, key = (rotate(states.squeeze(1), rotation) for states in (query, key))
-        value = value.squeeze(1)
-        if plan is not None:
-            return attend(query, key, value, plan, self.scale).unsqueeze(1)
-        return attend_varlen(query, key, value, packed_seq_params, self.scale, window).unsqueeze(1)
+        """[T, 1, heads, d], [T, 1, kv_heads, d] twice → [T, 1, heads · d]; of the rank's rows alone."""
+        how = self._how(packed_seq_params)
+        query, key = (rotate(states.squeeze(1), how.rotation) for states in (query, key))
+        return self.attend(query, key, value.squeeze(1), packed_seq_params, how).unsqueeze(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedInput, how: AttentionInput) -> Tensor:
+        """Attention of the rank's rows, once they are rotated, over those of all ranks: [T, heads, d] → [T, heads · v].
+
+        key and value [T, kv_heads, d] and [T, kv_heads, v].
+        """
+        if self.context_group is not None:
+            both = gather_rows(torch.cat([key, value], -1), self.context_group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+        if how.plan is not None:
+            return attend(query, key, value, how.plan, self.scale)
+        return attend_varlen(query, key, value, packed, self.scale, how.window)
 
     def _how(self, packed: PackedInput) -> AttentionInput:
         return AttentionInput(packed.rotation, packed.plan)
@@ -197,13 +234,21 @@ class WindowAttention(PackedAttention):
 
 
 def attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInput, scale: float, window: int) -> Tensor:
-    """The CUDA kernel for packed sequences that share no prompts."""
+    """The CUDA kernel for packed sequences that share no prompts; shapes as for `attend`.
+
+    Where there are fewer queries than keys the kernel aligns their ends, so that a chunk's rows see all rows before it.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
+    size, width = value.shape[-1], query.shape[-1]
+    if size < width:  # the kernel has one size for all
+        value = F.pad(value, (0, width - size))
+    if packed.seen_rows is not None:
+        key, value = (states.index_select(0, packed.seen_rows) for states in (key, value))
     grouped: Any = allow_grouped_queries(varlen_attn) if query.shape[1] != key.shape[1] else {}
-    bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     before = window - 1  # rows that a row sees besides itself; −1 is the kernel's word for all
     out: Any = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0), **grouped
-    )
-    return out.flatten(1)
+        query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+        scale=scale, window_size=(before, 0), **grouped,
+    )  # fmt: skip
+    return out[..., :size].flatten(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_bridge.compat import mend_latent_attention
 from megatron_bridge.families import Architecture
-from rlflow.models.attention import PackedAttention, attend, attend_varlen
+from rlflow.models.attention import PackedAttention
 from rlflow.models.norm import RMSNorm
 from rlflow.models.rope import rotate
 from rlflow.models.variant import Variant
@@ -58,13 +57,9 @@ class LatentAttention(PackedAttention):
         packed_seq_params: PackedInput,
         **_: Any,
     ) -> Tensor:
-        """[T, 1, heads, d] twice, [T, 1, heads, v] → [T, 1, heads · v]."""
+        """[T, 1, heads, d] twice, [T, 1, heads, v] → [T, 1, heads · v]; of the rank's rows alone."""
         query, key, value = (states.squeeze(1) for states in (query, key, value))
-        if packed_seq_params.plan is not None:
-            return attend(query, key, value, packed_seq_params.plan, self.scale).unsqueeze(1)
-        size, padded = value.shape[-1], F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-        out = attend_varlen(query, key, padded, packed_seq_params, self.scale, 0)
-        return out.unflatten(-1, (-1, query.shape[-1]))[..., :size].flatten(1).unsqueeze(1)
+        return self.attend(query, key, value, packed_seq_params, self._how(packed_seq_params)).unsqueeze(1)
 
 
 class LatentSelfAttention(MLASelfAttention):

@@ -6,13 +6,17 @@ megatron hands its `packed_seq_params` unchanged to every layer, so that a subcl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlflow.batch import MicroBatch
-from rlflow.models.attention import AttentionInput, AttentionPlan, plan_attention
+from rlflow.batch.ragged import spans
+from rlflow.batch.zigzag import Segment, context_segments, gathered_places
+from rlflow.models.attention import AttentionInput, AttentionPlan, Gathered, plan_attention
 from rlflow.models.rope import Rope, Ropes, RotationTable, rotation_table
 
 
@@ -37,38 +41,68 @@ class PackedInput(PackedSeqParams):
     rotation: RotationTable = field(default=None)  # type: ignore[assignment]
     plan: AttentionPlan | None = None
     windowed: AttentionInput | None = None  # for layers that have a window
+    seen_rows: Tensor | None = None  # int64, for the kernel: the keys of each chunk among the gathered ones; None: all
     scoring: Scoring = field(default=None)  # type: ignore[assignment]
 
 
 def pack_for_local_spec(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
-    """Rotations and attention plans of a micro-batch that lies on its device already."""
+    """Rotations and attention plans of a micro-batch that lies on its device already, or of a rank's part of one."""
     device = micro_batch.token_ids.device
+    segments, gathered = _own_part(micro_batch)
     shares = any(prefix_end > prefix_start for prefix_start, prefix_end, _, _ in micro_batch.segments)
     fused = device.type == "cuda" and dtype != torch.float32 and not shares
 
     def attention(rope: Rope, window: int) -> AttentionInput:
-        plan = None if fused else plan_attention(micro_batch.segments, device, dtype, window)
+        plan = None if fused else plan_attention(segments, device, dtype, window, gathered)
         return AttentionInput(rotation_table(micro_batch.position_ids, rope, dtype), plan, window)
 
     everywhere = attention(ropes.plain, 0)
     return PackedInput(
         qkv_format="sbhd",
-        cu_seqlens_q=micro_batch.cu_seqlens,
-        max_seqlen_q=micro_batch.max_seqlen,
         rotation=everywhere.rotation,
         plan=everywhere.plan,
         windowed=None if ropes.windowed is None else attention(ropes.windowed, ropes.window),
         scoring=scoring,
+        **(_kernel_bounds(micro_batch, segments, gathered) if fused else {}),
     )
+
+
+def _own_part(micro_batch: MicroBatch) -> tuple[list[Segment], Gathered | None]:
+    """The segments whose rows are queries here, and where their keys are when they come from several ranks."""
+    rank, size = micro_batch.context_rank, micro_batch.context_size
+    if size == 1:
+        return micro_batch.segments, None
+    places = gathered_places(micro_batch.segments, size).to(micro_batch.token_ids.device)
+    return context_segments(micro_batch.segments, rank, size), Gathered(places, rank * len(micro_batch.token_ids))
+
+
+def _kernel_bounds(micro_batch: MicroBatch, segments: list[Segment], gathered: Gathered | None) -> dict[str, Any]:
+    """What the kernel for packed sequences must know of queries and keys."""
+    if gathered is None:
+        return _same_bounds(micro_batch)
+    prefix_start, _, start, end = torch.tensor(segments).unbind(1)
+    queries, keys = end - start, end - prefix_start  # a chunk follows its prefix
+    device = gathered.places.device
+    bounds = [F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (queries, keys)]
+    return {
+        "cu_seqlens_q": bounds[0],
+        "cu_seqlens_kv": bounds[1],
+        "max_seqlen_q": int(queries.max()),
+        "max_seqlen_kv": int(keys.max()),
+        "seen_rows": gathered.places[spans(prefix_start, keys).to(device)],
+    }
+
+
+def _same_bounds(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Sequences that lie whole on a rank."""
+    return {
+        "cu_seqlens_q": micro_batch.cu_seqlens,
+        "cu_seqlens_kv": micro_batch.cu_seqlens,
+        "max_seqlen_q": micro_batch.max_seqlen,
+        "max_seqlen_kv": micro_batch.max_seqlen,
+    }
 
 
 def pack_for_te_spec(micro_batch: MicroBatch, scoring: Scoring) -> PackedInput:
     """Transformer Engine knows sequences by their bounds and rotates by them; it cannot share prompts."""
-    return PackedInput(
-        qkv_format="thd",
-        cu_seqlens_q=micro_batch.cu_seqlens,
-        cu_seqlens_kv=micro_batch.cu_seqlens,
-        max_seqlen_q=micro_batch.max_seqlen,
-        max_seqlen_kv=micro_batch.max_seqlen,
-        scoring=scoring,
-    )
+    return PackedInput(qkv_format="thd", scoring=scoring, **_same_bounds(micro_batch))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlflow.models.attention import Segment, attend, plan_attention
+from rlflow.batch.zigzag import Segment
+from rlflow.models.attention import attend, plan_attention
 
 PACKED: list[Segment] = [(0, 0, 0, 7), (7, 7, 7, 10), (10, 10, 10, 17), (17, 17, 17, 18)]
 # a prompt of 5 with responses of 4, 1 and 6; a lone sequence; a prompt of 2 with two responses; padding
