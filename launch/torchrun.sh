@@ -42,7 +42,7 @@ if [ "$NODE_RANK" -eq 0 ] && (exec 3<>"/dev/tcp/$MASTER_ADDR/$port") 2>/dev/null
 fi
 
 # The user's errors end here with their exit code, which torchrun would turn into 1.
-python -m rlflow check --world-size $((nnodes * nproc_per_node)) "$@" >/dev/null
+python -m rlflow check --world-size $((nnodes * nproc_per_node)) --ranks-per-node "$nproc_per_node" "$@" >/dev/null
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # The static rendezvous numbers the ranks by NODE_RANK; the others number them by arrival or by host name.
 exec python -m torch.distributed.run --nnodes "$nnodes" --node-rank "$NODE_RANK" --nproc-per-node "$nproc_per_node" \

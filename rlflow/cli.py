@@ -91,7 +91,7 @@ def verify(args: argparse.Namespace) -> Work:
 
 def check(args: argparse.Namespace) -> Work:
     """Say what is wrong with a configuration, or what it would run."""
-    config = load(args.config, args.overrides, world_size=args.world_size)
+    config = load(args.config, args.overrides, world_size=args.world_size, ranks_per_node=args.ranks_per_node)
     print(f"{args.config}: good\n{summarize(config, args.world_size)}")
     return lambda: 0
 
@@ -121,11 +121,10 @@ def _config(args: argparse.Namespace, purpose: Purpose) -> Config:
     started = os.environ.get("WORLD_SIZE")
     if args.nproc is not None and started is not None:
         raise UserError("--nproc", "torchrun has started this process already; use one of them")
-    world_size = args.nproc or int(started or 1)
+    ranks = {"world_size": args.nproc or int(started or 1), "ranks_per_node": args.nproc}
     if args.config is None:
-        model = {"model": {"path": args.model}}
-        return assemble(model, args.overrides, world_size=world_size, purpose=purpose, source="generate")
-    return load(args.config, args.overrides, world_size=world_size, purpose=purpose)
+        return assemble({"model": {"path": args.model}}, args.overrides, purpose=purpose, source="generate", **ranks)
+    return load(args.config, args.overrides, purpose=purpose, **ranks)
 
 
 def _prepare_libraries(config: Config) -> None:
@@ -166,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="goes before the file")
         if name == "check":
             sub.add_argument("--world-size", type=_count, metavar="N", help="check the grids for this many ranks")
+            sub.add_argument("--ranks-per-node", type=_count, metavar="N", help="where the configuration names nodes")
         else:
             sub.add_argument(
                 "--nproc", type=_count, metavar="N", help="start torchrun with N processes on this machine"

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from rlflow.config.check import Purpose, check
-from rlflow.config.convert import Text, build
+from rlflow.config.convert import Mismatch, Text, build, plain
 from rlflow.config.document import parse, write
 from rlflow.config.faults import Fault, independent, refuse
 from rlflow.config.ranks import ranks_on_node, written_out
@@ -78,7 +78,7 @@ def interpret(
     faults: list[Fault] = []
     for override in overrides:
         tree = _override(tree, override, faults)
-    given = written_out(_substitute(tree, "", faults), ranks_per_node, faults)
+    given = written_out(_read_sections(_substitute(tree, "", faults), faults), ranks_per_node, faults)
     config = build(Config, follow(given), "", faults)
     return config, [fault for fault in faults if not is_followed(fault.key, given)]
 
@@ -97,6 +97,17 @@ def resolve(config: Config) -> Config:
 def dump(config: Config) -> str:
     """YAML text that loads as an equal configuration, whatever the environment."""
     return write(_escape(asdict(config)))
+
+
+def _read_sections(tree: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """`tree` with the sections that are given as text read; what is no YAML is left out."""
+    read = {}
+    for name, section in tree.items():
+        try:
+            read[name] = plain(section) if isinstance(section, Text) else section
+        except Mismatch as mismatch:
+            faults.append(Fault(name, section, mismatch.args[0]))
+    return read
 
 
 def _override(tree: dict[str, Any], override: str, faults: list[Fault]) -> dict[str, Any]:

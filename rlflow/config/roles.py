@@ -6,7 +6,6 @@ A role is a model on a grid of its own; what grids must be like is in `check_gri
 from dataclasses import fields
 from typing import Any
 
-from rlflow.config.convert import Text, plain
 from rlflow.config.schema import Config, Role
 
 FOLLOWERS = ("critic", "reference", "reward_model")
@@ -45,6 +44,5 @@ def is_followed(path: str, tree: dict[str, Any]) -> bool:
 
 def _keys(tree: dict[str, Any], section: str) -> dict[str, Any] | None:
     """The keys given in a section; None where it is no mapping."""
-    value = tree.get(section)
-    keys = plain(value) if isinstance(value, Text) else value
+    keys = tree.get(section)
     return {} if keys is None else keys if isinstance(keys, dict) else None
