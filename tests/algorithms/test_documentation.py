@@ -1,4 +1,4 @@
-"""The examples of docs/adding_an_algorithm.md run as they stand there."""
+"""docs/adding_an_algorithm.md names everything that is registered, and its examples run as they stand there."""
 
 import math
 import re
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlflow.algorithms import Scored, advantages, compute_advantages, policy_losses
+from rlflow.algorithms import Scored, advantages, aggregation, compute_advantages, kl, policy_losses
 from rlflow.algorithms.policy_losses import PolicyTerms
+from rlflow.algorithms.registry import Registry
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "adding_an_algorithm.md"
 
@@ -36,3 +37,14 @@ def test_the_policy_loss(examples: list[str]):
         torch.tensor([2.0]).log(), torch.zeros(1), torch.ones(1), torch.ones(1, dtype=torch.bool), torch.tensor([0])
     )
     assert policy_losses.policy_loss["squared"](terms).loss.item() == pytest.approx(-2 + 0.5)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [advantages.advantage, policy_losses.policy_loss, kl.kl_controller, kl.kl_estimator, aggregation],
+    ids=lambda known: known.kind,
+)
+def test_every_registered_name_has_its_formula(known: Registry):
+    table = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
+    for name in known.names():
+        assert any(f"`{name}`" in line for line in table), name
