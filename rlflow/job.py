@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from megatron_bridge.checkpoints import open_source
 from megatron_bridge.families import Architecture, load_architecture
-from megatron_bridge.layouts import HFLayout, MegatronLayout
+from megatron_bridge.layouts import HFLayout
 from megatron_bridge.placement import Placement
 from rlflow import parallel
-from rlflow.algorithms import PolicyObjective
+from rlflow.algorithms import PolicyObjective, ValueObjective
 from rlflow.batch.sample import Prompt
-from rlflow.checkpoint import Checkpoints
+from rlflow.checkpoint import Checkpoints, State
 from rlflow.config import Config, dump
 from rlflow.config.schema import Algorithm
 from rlflow.config.summary import replica_words
@@ -32,7 +32,7 @@ from rlflow.data.prompts import load_prompts
 from rlflow.errors import UserError
 from rlflow.models import split_layers
 from rlflow.rewards.scorer import Scorer
-from rlflow.roles import Engine
+from rlflow.roles import build_roles
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.placement import choose
 from rlflow.rollout.vllm_engine import VLLMRollout
@@ -103,9 +103,6 @@ def assemble(config: Config) -> online.Run:
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
     rollout = start_rollout(config, architecture, tokenizer, placement.rollout.ranks)
-    grid = actor_grid(config, placement.train)
-    actor = start_engine(config, architecture, grid, trained=True)
-    reference = start_engine(config, architecture, grid, trained=False) if config.algorithm.kl_coef else None
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
     run = online.Run(
         config=config,
@@ -114,11 +111,12 @@ def assemble(config: Config) -> online.Run:
         held_out=held_out_set,
         rollout=rollout,
         scorer=scorer,
-        actor=actor,
-        reference=reference,
+        roles=build_roles(config, architecture, placement.train),
         objective=objective(config.algorithm),
+        value_objective=ValueObjective(config.critic.value_clip),
         tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps),
         checkpoints=checkpoints,
+        state=State(kl_coef=config.algorithm.kl_coef),
     )
     if checkpoint is not None:
         resume(run, checkpoint)
@@ -196,32 +194,6 @@ def start_rollout(
     )  # fmt: skip
 
 
-def actor_grid(config: Config, placed: MegatronLayout | None = None) -> parallel.Grid:
-    """The process groups of the actor, its ranks and their order as in `placed` if that is given. Collective."""
-    return parallel.Grid(
-        placed.ranks if placed else rollout_ranks(config.actor.ranks, dist.get_world_size()),
-        tensor=config.actor.tensor_parallel_size,
-        pipeline=config.actor.pipeline_parallel_size,
-        expert=config.actor.expert_parallel_size,
-        expert_tensor=config.actor.expert_tensor_parallel_size,
-        order=placed.order if placed else config.actor.order,
-        timeout_seconds=config.trainer.timeout_seconds,
-    )
-
-
-def start_engine(config: Config, architecture: Architecture, grid: parallel.Grid, *, trained: bool) -> Engine:
-    """The actor, or with `trained=False` the reference, on the actor's grid, with the pretrained weights."""
-    actor = config.actor
-    engine = Engine(
-        architecture, grid, dtype=getattr(torch, config.model.dtype), micro_batch_tokens=actor.micro_batch_tokens,
-        optimizer=config.optimizer if trained else None, share_prompts=actor.share_prompts,
-        sequence_parallel=actor.sequence_parallel, recompute=actor.recompute, overlap=actor.overlap,
-        logprob_chunk_tokens=actor.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
-    )  # fmt: skip
-    engine.load_hf(config.model.path)
-    return engine
-
-
 def objective(algorithm: Algorithm) -> PolicyObjective:
     """The actor's objective; a KL penalty that is part of the reward is none of the loss."""
     return PolicyObjective(
@@ -265,7 +237,7 @@ def report_first_sync(metrics: Mapping[str, float]) -> None:
 
 def resume(run: online.Run, folder: Path) -> None:
     """Go on from a complete checkpoint."""
-    run.state = run.checkpoints.load(run.actor, folder)
+    run.state = run.checkpoints.load(run.changing(), folder)
     if run.state.loader is not None:
         run.loader.load_state(run.state.loader)
     log.info("going on from %s at step %d", folder, run.state.step)

@@ -20,6 +20,7 @@ from rlflow.batch.sample import Prompt
 from rlflow.config import Config
 from rlflow.data.encode import load_tokenizer
 from rlflow.roles import Engine
+from rlflow.roles.build import Grids, build_engine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from rlflow.rollout.weights import WeightReceiver
 
@@ -42,7 +43,8 @@ def verify(config: Config, *, parity: bool) -> int:
         rollout = job.start_rollout(config, architecture, tokenizer, placed.rollout.ranks)
         lines, good = table(rollout.weights), rollout.weights.in_place or config.rollout.quantization is not None
         if parity:
-            actor = job.start_engine(config, architecture, job.actor_grid(config, placed.train), trained=False)
+            grid = Grids(config).of(config.actor, placed.train)
+            actor = build_engine(config, "actor", architecture, grid, trained=False)
             line, agree = _parity(config, actor, rollout)
             lines, good = [*lines, line], good and agree
         if job.is_main(config):

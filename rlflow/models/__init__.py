@@ -7,7 +7,11 @@ from rlflow.models.policy import PolicyModel, build_policy, fits_transformer_eng
 from rlflow.models.stages import split_layers
 from rlflow.models.value import ValueModel, build_value
 
+Model = PolicyModel | ValueModel
+"""A pipeline stage, or one of its chunks."""
+
 __all__ = [
+    "Model",
     "PackedInput",
     "PolicyModel",
     "Scoring",

@@ -48,6 +48,10 @@ _ALWAYS: dict[str, Any] = {
     "use_te_activation_func": True,  # despite its name: take the activation from the layer spec
 }
 
+# megatron's default, one batch of sends and receives, pairs the wrong tensors where two stages have several chunks: the
+# gradients come out wrong, without an error.
+_INTERLEAVED: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+
 
 def transformer_config(
     arch: Architecture,
@@ -55,6 +59,7 @@ def transformer_config(
     dtype: torch.dtype,
     *,
     stages: tuple[int, ...] | None = None,
+    virtual_pipeline: int = 1,
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
     deterministic: bool = False,
@@ -62,10 +67,12 @@ def transformer_config(
 ) -> TransformerConfig:
     """The config of a model on a grid; `stages` are the layers of each pipeline stage, by default even.
 
+    With `virtual_pipeline` > 1 each rank holds so many chunks of equally many layers, and `stages` must be even.
     Raises UserError where heads or layers do not fit the grid, and for a model that is not computed here.
     """
     check_limits(arch)
     _check(arch, grid, stages, recompute)
+    _check_virtual(arch, grid, virtual_pipeline)
     _check_experts(arch, grid, sequence_parallel)
     variant = variant_of(arch)
     values: dict[str, Any] = {
@@ -79,7 +86,9 @@ def transformer_config(
         "deterministic_mode": deterministic,
         "apply_rope_fusion": transformer_engine,
     }
-    if stages is not None and grid.pp > 1:
+    if virtual_pipeline > 1:
+        values |= _INTERLEAVED | {"virtual_pipeline_model_parallel_size": virtual_pipeline}
+    elif stages is not None and grid.pp > 1:
         values |= {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
     values |= _ALWAYS | _RECOMPUTE[recompute] | _layer_values(arch) | _expert_values(arch, grid, transformer_engine)
     return variant.config(**(values | variant.values(arch)))
@@ -140,6 +149,16 @@ def _check(arch: Architecture, grid: Grid, stages: tuple[int, ...] | None, recom
         )
     if recompute not in _RECOMPUTE:
         raise UserError("recompute", f"{recompute!r} is none of {', '.join(_RECOMPUTE)}")
+
+
+def _check_virtual(arch: Architecture, grid: Grid, virtual_pipeline: int) -> None:
+    if virtual_pipeline == 1:
+        return
+    if grid.pp == 1:
+        raise UserError("virtual_pipeline_parallel_size", f"{virtual_pipeline} chunks need pipeline_parallel_size > 1")
+    if arch.layers % (grid.pp * virtual_pipeline):
+        shape = f"{grid.pp} pipeline stages of {virtual_pipeline} chunks"
+        raise UserError("virtual_pipeline_parallel_size", f"{arch.layers} layers do not split evenly over {shape}")
 
 
 def _check_experts(arch: Architecture, grid: Grid, sequence_parallel: bool) -> None:

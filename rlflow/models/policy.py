@@ -100,37 +100,56 @@ class PolicyModel(GPTModel):
 
 
 def build_policy(
-    arch: Architecture, grid: Grid, config: TransformerConfig, *, padded_vocab: int, chunk_tokens: int = 1024
+    arch: Architecture,
+    grid: Grid,
+    config: TransformerConfig,
+    *,
+    padded_vocab: int,
+    chunk_tokens: int = 1024,
+    chunk: int = 0,
 ) -> PolicyModel:
-    """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`."""
-    model = build_stage(PolicyModel, arch, grid, config, padded_vocab, tied=arch.tied)
-    if grid.is_last_stage:
+    """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`.
+
+    With virtual pipeline stages `chunk` is the number of one of the rank's. `chunk_tokens`: rows scored at a time.
+    """
+    model = build_stage(PolicyModel, arch, grid, config, padded_vocab, tied=arch.tied, chunk=chunk)
+    if model.post_process:
         model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
     return model
 
 
 def build_stage(
-    kind: type[Model], arch: Architecture, grid: Grid, config: TransformerConfig, padded_vocab: int, *, tied: bool
+    kind: type[Model],
+    arch: Architecture,
+    grid: Grid,
+    config: TransformerConfig,
+    padded_vocab: int,
+    *,
+    tied: bool,
+    chunk: int = 0,
 ) -> Model:
     """A stage with megatron's own output layer; `tied` is whether that is the embedding."""
     variant = variant_of(arch)
+    chunks = config.virtual_pipeline_model_parallel_size
+    vp_stage = None if chunks is None else chunk
     with active(grid):
         model = kind(
             config,
-            block_spec(arch, config),
+            block_spec(arch, config, vp_stage=vp_stage),
             vocab_size=padded_vocab,
             max_sequence_length=arch.max_positions,
-            pre_process=grid.is_first_stage,
-            post_process=grid.is_last_stage,
+            pre_process=grid.is_first_stage and chunk == 0,
+            post_process=grid.is_last_stage and chunk == (chunks or 1) - 1,
             position_embedding_type="rope" if config.apply_rope_fusion else "none",
             rotary_base=arch.rope_theta,
             share_embeddings_and_output_weights=tied,
             pg_collection=grid.groups,
+            vp_stage=vp_stage,
         )
     model.ropes = make_ropes(arch).to(device())
     if config.apply_rope_fusion:
         model.rotary_pos_emb.inv_freq = model.ropes.plain.frequencies
-    if grid.is_first_stage:
+    if model.pre_process:
         model.embedding.word_embeddings.__class__ = variant.embedding  # the same state, another forward and backward
     return model
 

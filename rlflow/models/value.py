@@ -57,10 +57,15 @@ class ValueModel(GPTModel):
         return self.output_layer(hidden_states) if self.post_process else hidden_states
 
 
-def build_value(arch: Architecture, grid: Grid, config: TransformerConfig, *, padded_vocab: int) -> ValueModel:
-    """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`."""
+def build_value(
+    arch: Architecture, grid: Grid, config: TransformerConfig, *, padded_vocab: int, chunk: int = 0
+) -> ValueModel:
+    """This rank's stage (or its virtual stage `chunk`) of the model, on its device; call inside no `active`.
+
+    Weights are zero until they are loaded.
+    """
     assert arch.head == "score", "a value model has a score head"
-    model = build_stage(ValueModel, arch, grid, config, padded_vocab, tied=False)
-    if grid.is_last_stage:
+    model = build_stage(ValueModel, arch, grid, config, padded_vocab, tied=False, chunk=chunk)
+    if model.post_process:
         model.output_layer = ValueHead(config, grid.groups.tp)
     return model

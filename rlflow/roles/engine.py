@@ -1,7 +1,8 @@
-"""One model on one grid: log-probs of samples, optimizer steps, weights in and out.
+"""One model on one grid: log-probs or values of samples, optimizer steps, weights in and out.
 
 An engine runs megatron-core's pipeline schedules over packed micro-batches. Which samples a replica gets, and what the
-objective is, are the caller's matter; all ranks of the job call the same methods in the same order.
+objective is, are the caller's matter; all ranks of the job call the same methods in the same order, and ranks outside
+the grid go on at once, so that engines on other ranks compute at the same time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,32 +23,41 @@ from megatron_bridge.checkpoints import load_weights
 from megatron_bridge.export import export_hf
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import MegatronLayout
+from megatron_bridge.score import load_language_model
 from rlflow.algorithms import combine, is_maximum
 from rlflow.batch import Batch, MicroBatch, pack, plan_micro_batches
 from rlflow.config.schema import Optimizer
 from rlflow.models import (
-    Scoring,
+    Model,
     build_policy,
+    build_value,
     fits_transformer_engine,
     has_transformer_engine,
-    pack_for_local_spec,
-    pack_for_te_spec,
     split_layers,
     transformer_config,
 )
 from rlflow.models.config import Recompute
 from rlflow.parallel import Grid, active, device
+from rlflow.roles.forward import Forward, Scored
 from rlflow.roles.training import Training, join_as_outsider
 
 Objective = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
+class Values(NamedTuple):
+    """What a value model says of n responses with R tokens."""
+
+    tokens: Tensor  # float32 [R], at the row that predicts the token: V_t, known before the token is
+    last: Tensor  # float32 [n], at the last response token, or the prompt's last of an empty response
+
+
 class Engine:
-    """A policy model, trained where `optimizer` is given, else frozen.
+    """A model, trained where `optimizer` is given, else frozen: a policy, or with a score head a value model.
 
     Making one is collective over the job; ranks outside the grid hold no model and take part in nothing but that.
     `share_prompts` asks for prompts to be computed once; the attribute says whether the attention allows it.
-    `transformer_engine` chooses the layer spec, None: Transformer Engine's where it can be used.
+    `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` chooses the layer
+    spec, None: Transformer Engine's where it can be used.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class Engine:
         dtype: torch.dtype,
         micro_batch_tokens: int,
         optimizer: Optimizer | None = None,
+        virtual_pipeline: int = 1,
         share_prompts: bool = True,
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
@@ -69,73 +80,103 @@ class Engine:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
         if transformer_engine is None:
-            transformer_engine = has_transformer_engine(dtype) and fits_transformer_engine(architecture)
-        self.share_prompts = share_prompts and not transformer_engine
-        stages = split_layers(architecture, grid.pp)
-        self.layout = MegatronLayout(
-            architecture, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order), stages,
-            spec="te" if transformer_engine else "local", cp=grid.cp, ep=grid.ep, etp=grid.etp,
-            experts="grouped" if transformer_engine else "sequential",
-        )  # fmt: skip
+            transformer_engine = _uses_transformer_engine(architecture, grid, dtype)
+        self.share_prompts = share_prompts and not transformer_engine and grid.cp == 1
+        self.layout = _layout(architecture, grid, virtual_pipeline, transformer_engine)
+        self.chunks: list[Model] = []
         self.training: Training | None = None
         if not grid.is_member:
             if optimizer is not None:
                 join_as_outsider()
             return
         config = transformer_config(
-            architecture, grid, dtype, stages=stages, sequence_parallel=sequence_parallel, recompute=recompute,
-            deterministic=deterministic, transformer_engine=transformer_engine,
+            architecture, grid, dtype, stages=self.layout.stages, virtual_pipeline=virtual_pipeline,
+            sequence_parallel=sequence_parallel, recompute=recompute, deterministic=deterministic,
+            transformer_engine=transformer_engine,
         )  # fmt: skip
         self.row_multiple = grid.tp if config.sequence_parallel else 1
-        self.model = build_policy(
-            architecture, grid, config, padded_vocab=self.layout.padded_vocab, chunk_tokens=logprob_chunk_tokens
-        )
-        if optimizer is None:
-            self.model.requires_grad_(False)
-        else:
-            self.training = Training(self.model, grid, optimizer, overlap=overlap)
+        build: Callable[..., Model] = build_value
+        if architecture.head == "lm":
+            build = partial(build_policy, chunk_tokens=logprob_chunk_tokens)
+        self.chunks = [
+            build(architecture, grid, config, padded_vocab=self.layout.padded_vocab, chunk=chunk)
+            for chunk in range(virtual_pipeline)
+        ]
+        if optimizer is not None:
+            self.training = Training(self.chunks, grid, optimizer, overlap=overlap)
+        for chunk in self.chunks:
+            chunk.requires_grad_(optimizer is not None)
+
+    @property
+    def speaker(self) -> int:
+        """The rank of the job that knows the metrics of a step: one on the first replica's last stage."""
+        return self.grid.members("pp")[0][-1]
 
     def log_probs(self, batch: Batch, temperature: float) -> Tensor:
         """Log-probs of the replica's response tokens at a sampling temperature: float32, flat like `batch.tokens`.
 
-        Every rank of a replica passes the same batch and gets all of its log-probs.
+        Every rank of a replica passes the same batch and gets all of its log-probs; zeros outside the grid.
         """
+        assert self.architecture.head == "lm", "a value model has no log-probs"
         found = torch.zeros(len(batch.responses.values), dtype=torch.float32, device=device())
-        if not self.grid.is_member:
-            return found
-        micro_batches = self._micro_batches(batch)
-        scored = self._run(micro_batches, partial(self._score, temperature=temperature), forward_only=True)
-        for token_index, log_probs in scored:
-            found[token_index] = log_probs
-        if self.grid.pp > 1:
-            last = dist.get_global_rank(self.grid.groups.pp, self.grid.pp - 1)
-            dist.broadcast(found, last, group=self.grid.groups.pp)
+        for micro_batch, scored in self._score(batch, temperature=temperature):
+            found[micro_batch.token_index] = scored.tokens
+        self._from_last_stage(found)
         return found
 
+    def values(self, batch: Batch) -> Values:
+        """The values of the replica's responses. Every rank of a replica passes the same batch and gets all of them."""
+        assert self.architecture.head == "score", "a policy has no values"
+        tokens = len(batch.responses.values)
+        found = torch.zeros(tokens + len(batch), dtype=torch.float32, device=device())
+        for micro_batch, scored in self._score(batch, with_last=True):
+            assert scored.last is not None and micro_batch.last_samples is not None
+            found[micro_batch.token_index] = scored.tokens
+            found[tokens + micro_batch.last_samples] = scored.last
+        self._from_last_stage(found)
+        return Values(found[:tokens], found[tokens:])
+
+    def _score(self, batch: Batch, *, with_last: bool = False, **how: Any) -> list[tuple[MicroBatch, Scored]]:
+        """What the last stage says of each micro-batch; nothing on other stages and outside the grid."""
+        if not self.grid.is_member:
+            return []
+        forward = Forward(self.grid, self.layout.spec, self.dtype, **how)
+
+        def step(micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
+            micro_batch = next(micro_batches)
+            output, scored = forward(micro_batch, chunk)
+            return output, lambda _, non_loss_data: (micro_batch, scored)
+
+        return self._run(self._micro_batches(batch, with_last=with_last), step, forward_only=True)
+
+    def _from_last_stage(self, found: Tensor) -> None:
+        if self.grid.is_member and self.grid.pp > 1:
+            last = dist.get_global_rank(self.grid.groups.pp, self.grid.pp - 1)
+            dist.broadcast(found, last, group=self.grid.groups.pp)
+
     def train_step(
-        self, batch: Batch, objective: Objective, *, temperature: float, lr: float, with_entropy: bool = False
+        self, batch: Batch, objective: Objective, *, lr: float, temperature: float = 1.0, with_entropy: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on the replicas' batches; the same metrics on every rank of the job.
+        """One optimizer step on the replicas' batches; its metrics on `speaker`, of which `tell` informs the others.
 
         `batch.tokens` are handed to the objective, cut to a micro-batch; its loss must carry global weights. Its
-        metrics are combined over micro-batches and replicas; `actor/…` are the engine's own. A replica without samples
+        metrics are combined over micro-batches and replicas; `engine/…` are the engine's own. A replica without samples
         takes part all the same. Raises FloatingPointError where the gradient is not finite.
         """
         if not self.grid.is_member:
-            return self._tell({})
+            return {}
         assert self.training is not None, "a frozen engine cannot be trained"
         micro_batches = self._micro_batches(batch)
-        learn = partial(
-            self._learn, fields=batch.to(device()).tokens, objective=objective, temperature=temperature,
-            with_entropy=with_entropy,
-        )  # fmt: skip
+        forward = Forward(self.grid, self.layout.spec, self.dtype, temperature, with_entropy)
+        learn = partial(_learn, forward=forward, fields=batch.to(device()).tokens, objective=objective)
         self.training.prepare(lr)
         parts = self._run(micro_batches, learn, forward_only=False)
         with active(self.grid):
             _, grad_norm, _ = self.training.optimizer.step()
         if not math.isfinite(grad_norm):  # the same on every rank of the grid, so that all of them stop here
             raise FloatingPointError(f"the gradient's norm is {grad_norm}: no weights of this step can be used")
-        return self._tell(self._measure(parts, micro_batches, float(grad_norm)))
+        metrics = self._measure(parts, micro_batches, float(grad_norm))
+        return metrics if self.grid.rank == self.speaker else {}
 
     def _measure(
         self, parts: Sequence[Mapping[str, Tensor]], micro_batches: Sequence[MicroBatch], grad_norm: float
@@ -147,79 +188,8 @@ class Engine:
         padding = sum(part.padding for part in micro_batches)
         found = combine(parts) | {"rows": torch.tensor(rows), "padding_rows": torch.tensor(padding)}
         metrics = self._over_replicas(found)
-        metrics["actor/padding_fraction"] = metrics.pop("padding_rows") / max(metrics.pop("rows"), 1.0)
-        return metrics | {"actor/grad_norm": grad_norm, "actor/micro_batches": float(len(micro_batches))}
-
-    def _tell(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of the first replica's last stage, on every rank of the job."""
-        if dist.get_world_size() == 1:
-            return metrics
-        shared = [metrics]
-        dist.broadcast_object_list(shared, self.grid.members("pp")[0][-1], device=device())
-        return shared[0]
-
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """The batch in packed micro-batches, on the device, as many as on every other replica and at least one."""
-        sizes = batch.sizes()
-        plan = partial(plan_micro_batches, sizes, self.micro_batch_tokens, share_prompts=self.share_prompts)
-        bins = plan()
-        count = max(len(bins), 1)
-        if self.grid.dp > 1:
-            most = torch.tensor(count, device=device())
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.grid.groups.dp)
-            count = int(most)
-        if count != len(bins):
-            bins = plan(count=count)
-        return pack(batch.to(device()), bins, share_prompts=self.share_prompts, multiple=self.row_multiple)
-
-    def _run(self, micro_batches: Sequence[MicroBatch], step: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Send micro-batches through the pipeline; what `step`'s functions return, on the last stage only."""
-        with active(self.grid), torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=iter(micro_batches),
-                model=self.model if self.training is None else self.training.ddp,
-                num_microbatches=len(micro_batches),
-                seq_length=self.micro_batch_tokens,
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
-
-    def _forward(self, micro_batch: MicroBatch, model: Any, temperature: float, with_entropy: bool) -> Any:
-        scoring = Scoring(micro_batch.predict_at, micro_batch.targets, temperature, with_entropy)
-        if self.layout.spec == "te":
-            packed = pack_for_te_spec(micro_batch, scoring)
-        else:
-            packed = pack_for_local_spec(micro_batch, self.model.ropes, self.dtype, scoring)
-        return model(micro_batch.token_ids[None], micro_batch.position_ids[None], None, packed_seq_params=packed)
-
-    def _score(self, micro_batches: Iterator[MicroBatch], model: Any, temperature: float) -> tuple[Any, Any]:
-        micro_batch = next(micro_batches)
-        output = self._forward(micro_batch, model, temperature, with_entropy=False)
-        if self.grid.is_last_stage:
-            output, _ = output  # the schedule looks at the device of what a stage returns
-        return output, lambda log_probs, non_loss_data: (micro_batch.token_index, log_probs)
-
-    def _learn(
-        self,
-        micro_batches: Iterator[MicroBatch],
-        model: Any,
-        *,
-        fields: Mapping[str, Tensor],
-        objective: Objective,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Any, Any]:
-        micro_batch = next(micro_batches)
-
-        def loss(scored: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            cut = {name: values[micro_batch.token_index] for name, values in fields.items()}
-            value, metrics = objective(*scored, cut | {"sample_index": micro_batch.sample_index})
-            # The schedule would divide by the number of tokens; the weights have done that already.
-            return value, torch.zeros((), dtype=torch.int), metrics
-
-        return self._forward(micro_batch, model, temperature, with_entropy), loss
+        metrics["engine/padding_fraction"] = metrics.pop("padding_rows") / max(metrics.pop("rows"), 1.0)
+        return metrics | {"engine/grad_norm": grad_norm, "engine/micro_batches": float(len(micro_batches))}
 
     def _over_replicas(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
         names = sorted(metrics, key=lambda name: (is_maximum(name), name))
@@ -230,20 +200,113 @@ class Engine:
             dist.all_reduce(values[sums:], dist.ReduceOp.MAX, group=self.grid.groups.dp)
         return dict(zip(names, values.tolist(), strict=True))
 
+    def tell(self, metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+        """What `speaker` knows of some steps, on every rank of the job. Collective over the job."""
+        shared = [metrics]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(shared, self.speaker, device=device())
+        return shared[0]
+
+    def _micro_batches(self, batch: Batch, *, with_last: bool = False) -> list[MicroBatch]:
+        """The batch in packed micro-batches, on the device, as many as on every other replica and at least one.
+
+        Chunks of a pipeline take turns in rounds of as many micro-batches as there are stages: only whole rounds.
+        """
+        sizes = batch.sizes()
+        rounds = self.grid.pp if len(self.chunks) > 1 else 1
+        plan = partial(
+            plan_micro_batches, sizes, self.micro_batch_tokens, share_prompts=self.share_prompts, multiple_of=rounds
+        )
+        bins = plan()
+        count = max(len(bins), rounds)
+        if self.grid.dp > 1:
+            most = torch.tensor(count, device=device())
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.grid.groups.dp)
+            count = int(most)
+        if count != len(bins):
+            bins = plan(count=count)
+        return pack(
+            batch.to(device()), bins, share_prompts=self.share_prompts, multiple=self.row_multiple,
+            context=self.grid.cp, with_last=with_last,
+        )  # fmt: skip
+
+    def _run(self, micro_batches: Sequence[MicroBatch], step: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        """Send micro-batches through the pipeline; what `step`'s functions return, on the last stage only."""
+        chunks: Sequence[Any] = self.chunks if self.training is None else self.training.ddp
+        several = len(chunks) > 1
+        schedule = get_forward_backward_func(self.grid.pp, len(chunks) if several else None)
+        with active(self.grid), torch.set_grad_enabled(not forward_only):
+            return schedule(
+                forward_step_func=step,
+                data_iterator=[iter(micro_batches) for _ in chunks] if several else iter(micro_batches),
+                model=list(chunks) if several else chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=self.micro_batch_tokens,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
     def parameters_by_name(self) -> dict[str, Tensor]:
         """The live parameters of this rank under the layout's names, complete; none outside the grid."""
         if not self.grid.is_member:
             return {}
         if self.training is not None:
             self.training.gather_parameters()
-        return bind(self.model, self.layout, self.grid.rank)
+        return bind(self.chunks, self.layout, self.grid.rank)
 
     def load_hf(self, folder: str | Path) -> None:
         """Fill the model with the weights of a folder, Hugging Face's or Megatron's; each rank reads its own bytes."""
         load_weights(folder, self.layout, self.parameters_by_name(), rank=self.grid.rank)
+        self._take_over()
+
+    def load_language_model(self, folder: str | Path, *, head: str, seed: int) -> None:
+        """Fill a value model with the weights of a language model and a new head: "zero", or "random" from `seed`."""
+        load_language_model(
+            folder, self.layout, self.parameters_by_name(), rank=self.grid.rank, head=head, seed=seed,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self._take_over()
+
+    def _take_over(self) -> None:
         if self.training is not None:
             self.training.reload()
 
     def export_hf(self, source: str | Path, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder, with the other files of `source`. Collective over the job."""
         export_hf(folder, self.layout, self.parameters_by_name(), source=source, rank=self.grid.rank)
+
+
+def _learn(
+    micro_batches: Iterator[MicroBatch],
+    chunk: Any,
+    *,
+    forward: Forward,
+    fields: Mapping[str, Tensor],
+    objective: Objective,
+) -> tuple[Any, Any]:
+    """A training forward of the next micro-batch, and its loss for the schedule."""
+    micro_batch = next(micro_batches)
+    output, scored = forward(micro_batch, chunk)
+
+    def loss(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        assert scored is not None, "only the last stage has a loss"
+        cut = {name: values[micro_batch.token_index] for name, values in fields.items()}
+        value, metrics = objective(tokens, scored.entropy, cut | {"sample_index": micro_batch.sample_index})
+        # The schedule would divide by the number of tokens; the weights have done that already.
+        return value, torch.zeros((), dtype=torch.int), metrics
+
+    return output, loss
+
+
+def _uses_transformer_engine(architecture: Architecture, grid: Grid, dtype: torch.dtype) -> bool:
+    """Whether its layers are taken by default: where they compute the model, and sequences lie whole on a rank."""
+    return grid.cp == 1 and has_transformer_engine(dtype) and fits_transformer_engine(architecture)
+
+
+def _layout(arch: Architecture, grid: Grid, virtual_pipeline: int, transformer_engine: bool) -> MegatronLayout:
+    return MegatronLayout(
+        arch, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order),
+        split_layers(arch, grid.pp) if virtual_pipeline == 1 else (),
+        spec="te" if transformer_engine else "local", vpp=virtual_pipeline, cp=grid.cp, ep=grid.ep, etp=grid.etp,
+        experts="grouped" if transformer_engine else "sequential",
+    )  # fmt: skip

@@ -5,6 +5,7 @@ Gradients are summed over data-parallel ranks, never averaged: losses arrive wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,64 +18,76 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
 from rlflow.config.schema import Optimizer
-from rlflow.models import PolicyModel
+from rlflow.models import Model
 from rlflow.parallel import Grid, active
 
 
 class Training:
-    """DistributedDataParallel around a model stage, and its DistributedOptimizer (AdamW, fp32 main parameters)."""
+    """DistributedDataParallel around each chunk of a stage, and their DistributedOptimizer (AdamW, fp32 main weights).
 
-    def __init__(self, model: PolicyModel, grid: Grid, settings: Optimizer, *, overlap: bool) -> None:
+    `chunks` are the rank's virtual pipeline stages in their order; without such it is one.
+    """
+
+    def __init__(self, chunks: Sequence[Model], grid: Grid, settings: Optimizer, *, overlap: bool) -> None:
         self.grid = grid
-        self.overlap = overlap and max(grid.dp, grid.edp) > 1
-        dtype = model.config.params_dtype
-        for name, parameter in model.named_parameters():
-            if ".mlp.experts." in name:  # their replicas are not the rest's, though without EP megatron says so
-                parameter.allreduce = False
+        self.overlap = overlap and max(grid.dp * grid.cp, grid.edp) > 1
+        config = chunks[0].config
+        for chunk in chunks:
+            _name_expert_replicas(chunk)
         with active(grid):
-            self.ddp = DistributedDataParallel(
-                model.config,
-                DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=True,
-                    overlap_grad_reduce=self.overlap,
-                    overlap_param_gather=self.overlap,
-                ),
-                model,
-                pg_collection=grid.groups,
-            )
-            config = OptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=settings.min_lr,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.beta1,
-                adam_beta2=settings.beta2,
-                adam_eps=settings.eps,
-                clip_grad=settings.clip_grad,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=True,
-                overlap_param_gather=self.overlap,
-            )
-            self.optimizer = get_megatron_optimizer(
-                config,
-                [self.ddp],
-                config_overrides=get_standard_config_overrides(config),
-                use_gloo_process_groups=False,
-                pg_collection=grid.groups,
-            )
+            self.ddp = [self._replicated(chunk, first=number == 0) for number, chunk in enumerate(chunks)]
+            self.optimizer = self._make_optimizer(settings, config.params_dtype)
         _fuse(self.optimizer)
-        model.config.finalize_model_grads_func = self._finalize
+        config.finalize_model_grads_func = self._finalize
         if self.overlap:
-            model.config.no_sync_func = self.ddp.no_sync
+            no_sync = [chunk.no_sync for chunk in self.ddp]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         else:  # nobody waits for the moment when autograd delivers a gradient
-            for weight in model.vocabulary_weights():
+            for weight in (weight for chunk in chunks for weight in chunk.vocabulary_weights()):
                 weight.adds_to_main_grad = True  # type: ignore[attr-defined]
-        if grid.dp * grid.cp == 1:
-            _leave_out_collectives(self.ddp.bucket_groups)
-        if grid.edp == 1:
-            _leave_out_collectives(self.ddp.expert_parallel_bucket_groups)
+        for chunk in self.ddp:
+            if grid.dp * grid.cp == 1:
+                _leave_out_collectives(chunk.bucket_groups)
+            if grid.edp == 1:
+                _leave_out_collectives(chunk.expert_parallel_bucket_groups)
+
+    def _replicated(self, chunk: Model, *, first: bool) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            chunk.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=self.overlap,
+                overlap_param_gather=self.overlap,
+            ),
+            chunk,
+            # Of several chunks all but the first have their gradients long before the backward pass ends.
+            disable_bucketing=not first,
+            pg_collection=self.grid.groups,
+        )
+
+    def _make_optimizer(self, settings: Optimizer, dtype: torch.dtype) -> Any:
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            overlap_param_gather=self.overlap,
+        )
+        return get_megatron_optimizer(
+            config,
+            self.ddp,
+            config_overrides=get_standard_config_overrides(config),
+            use_gloo_process_groups=False,
+            pg_collection=self.grid.groups,
+        )
 
     def _finalize(self, models: list[Any], num_tokens: Any = None, **_: Any) -> None:
         """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
@@ -82,7 +95,8 @@ class Training:
 
     def prepare(self, lr: float) -> None:
         """Make ready for the gradients of a step at this learning rate."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
@@ -90,11 +104,19 @@ class Training:
     def gather_parameters(self) -> None:
         """Complete the parameters now: with overlap they are gathered by the next forward only."""
         if self.overlap:
-            self.ddp.start_param_sync(force_sync=True)
+            for chunk in self.ddp:
+                chunk.start_param_sync(force_sync=True)
 
     def reload(self) -> None:
         """Take over model weights that were written from outside."""
         self.optimizer.reload_model_params()
+
+
+def _name_expert_replicas(chunk: Model) -> None:
+    """Replicas of routed experts are not those of the rest, though without expert parallelism megatron says so."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
 
 
 def _leave_out_collectives(bucket_groups: list[Any]) -> None:

@@ -64,4 +64,4 @@ def test_gradients_are_those_of_one_process(
     for case in cases:
         found = world(case.ranks, runs.learn, folder, case, GRADIENT_STEP, 1, {})[0]
         assert_same_change(found, expected, 1e-5)
-        assert found.metrics[0]["actor/grad_norm"] == pytest.approx(expected.metrics[0]["actor/grad_norm"], rel=1e-5)
+        assert found.metrics[0]["engine/grad_norm"] == pytest.approx(expected.metrics[0]["engine/grad_norm"], rel=1e-5)

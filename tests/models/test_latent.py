@@ -59,7 +59,7 @@ ONE_SEQUENCE = {"prompt_lengths": (40,), "responses": 1, "longest": 60}
 def choices(folder: Path) -> list[Tensor]:
     """Of each layer with experts: which of them every token goes to, bool [T, experts]."""
     engine, found = runs.make_engine(folder, ONE), []
-    for name, module in engine.model.named_modules():
+    for name, module in engine.chunks[0].named_modules():
         if name.endswith("mlp.router"):
             module.register_forward_hook(lambda _module, _input, output: found.append(output[1].bool()))
     engine.log_probs(random_batch(**ONE_SEQUENCE), 1.0)

@@ -65,7 +65,7 @@ def learn(folder: Path, case: Case, settings: dict[str, Any], steps: int, object
         for _ in range(steps)
     ]  # fmt: skip
     after = canonical(engine)
-    return Learned(metrics, before, after, engine.log_probs(own, 1.0))
+    return Learned(engine.tell(metrics), before, after, engine.log_probs(own, 1.0))
 
 
 def canonical(engine: Any) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def split_differently(folder: Path, budgets: Sequence[int], share: Sequence[bool
     for budget, shared in zip(budgets, share, strict=True):
         case = Case("", 1, {}, {"micro_batch_tokens": budget, "share_prompts": shared})
         metrics = learn(folder, case, {"lr": 0.0}, 1, {}).metrics[0]
-        found.append((metrics["loss"], metrics["actor/grad_norm"]))
+        found.append((metrics["loss"], metrics["engine/grad_norm"]))
     return found
 
 
@@ -129,7 +129,9 @@ def with_an_idle_replica(folder: Path, case: Case) -> list[dict[str, float]]:
     batch = random_batch()
     nothing = batch.select([])
     own = batch if engine.grid.replica(engine.grid.rank) == 0 else nothing
-    return [engine.train_step(part, PolicyObjective(), temperature=0.8, lr=0.0) for part in (own, nothing)]
+    return engine.tell(
+        [engine.train_step(part, PolicyObjective(), temperature=0.8, lr=0.0) for part in (own, nothing)]
+    )
 
 
 def outside(folder: Path, case: Case) -> tuple[Tensor, list[dict[str, float]], int]:
@@ -139,12 +141,12 @@ def outside(folder: Path, case: Case) -> tuple[Tensor, list[dict[str, float]], i
 
     engine = make_engine(folder, case, Optimizer(lr=1e-3))
     batch = random_batch() if engine.grid.is_member else random_batch().select([])
-    metrics = engine.train_step(batch, PolicyObjective(), temperature=1.0, lr=1e-3)
-    return engine.log_probs(batch, 1.0), [metrics], len(engine.parameters_by_name())
+    metrics = engine.tell([engine.train_step(batch, PolicyObjective(), temperature=1.0, lr=1e-3)])
+    return engine.log_probs(batch, 1.0), metrics, len(engine.parameters_by_name())
 
 
 def names_of(folder: Path, case: Case) -> list[str]:
     """Parameter names of this rank's GPTModel, after the layout's were bound to them."""
     engine = make_engine(folder, case)
     assert list(engine.parameters_by_name()) == list(engine.layout.parameters(engine.grid.rank))
-    return [name for name, _ in engine.model.named_parameters()]
+    return [name for chunk in engine.chunks for name, _ in chunk.named_parameters()]

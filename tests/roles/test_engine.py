@@ -100,7 +100,7 @@ def test_several_clipped_steps_are_those_of_one_process(
     expected = single(2, settings, 3, {})
     found = world(case.ranks, runs.learn, models[2], case, settings, 3, {})[0]
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
-        assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+        assert mine["engine/grad_norm"] == pytest.approx(theirs["engine/grad_norm"], rel=1e-4)
     assert_same_change(found, expected, 1e-3)
 
 
@@ -129,9 +129,9 @@ def test_the_first_update_is_on_policy(world: World, models: list[Path]) -> None
 def test_a_replica_without_samples_takes_part(world: World, models: list[Path], single: Any) -> None:  # cases.md B02
     expected = single(0, {"lr": 0.0}, 1, {}).metrics[0]
     for some, none in world(2, runs.with_an_idle_replica, models[0], DP2):
-        assert some["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+        assert some["engine/grad_norm"] == pytest.approx(expected["engine/grad_norm"], rel=1e-5)
         assert some["tokens"] == expected["tokens"]
-        assert none["tokens"] == none["loss"] == none["actor/grad_norm"] == 0
+        assert none["tokens"] == none["loss"] == none["engine/grad_norm"] == 0
 
 
 def test_ranks_outside_the_grid_hold_nothing(world: World, models: list[Path]) -> None:

@@ -1,15 +1,15 @@
 """From scored samples to mini-batches: each sample is learned from once, whichever ranks train."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
 
-from rlflow.algorithms import PolicyObjective
-from rlflow.batch import Prompt, Sample
+from rlflow.batch import Batch, Prompt, Sample
 from rlflow.config import Algorithm
 from rlflow.parallel import Grid
-from rlflow.trainers.experience import Experience, add_advantages, collect, mini_batch
+from rlflow.trainers.experience import add_advantages, collect, mini_batch
 
 PROMPTS = [Prompt(f"train/{number}", [7] * (number + 2), {}, None) for number in range(4)]
 N = 2
@@ -38,17 +38,18 @@ def run_step(actor_ranks: tuple[int, ...], settings: dict[str, Any]) -> list[Lea
     grid = Grid(actor_ranks)
     world = dist.get_world_size()
     mine = [respond(number, index) for number in range(4) for index in range(N) if number % world == dist.get_rank()]
-    experience = collect(mine, PROMPTS, grid, mini_batches=2, hidden=8, share=True)
-    tokens = experience.batch.tokens
+    actor: Any = SimpleNamespace(grid=grid, architecture=SimpleNamespace(hidden=8), share_prompts=True)
+    experience = collect(mine, PROMPTS, {"actor": actor}, mini_batches=2)
+    share = experience.shares["actor"]
+    tokens = share.batch.tokens
     tokens["old_log_probs"] = tokens["rollout_log_probs"].clone()
     tokens["ref_log_probs"] = tokens["rollout_log_probs"] - KL
     algorithm = Algorithm(mini_batches=2, normalize_std=False, skip_zero_advantage=False, **settings)
-    add_advantages(experience, algorithm, grid)
-    return [learned(experience, rows, algorithm, grid) for rows in experience.mini_batches]
+    add_advantages(experience, algorithm, grid, kl_coef=algorithm.kl_coef)
+    return [learned(mini_batch(share, number, algorithm, grid)) for number in range(2)]
 
 
-def learned(experience: Experience, rows: list[int], algorithm: Algorithm, grid: Grid) -> Learned:
-    batch = mini_batch(experience, rows, algorithm, PolicyObjective(), grid)
+def learned(batch: Batch) -> Learned:
     first = batch.responses.offsets[:-1]
     return Learned(
         list(zip(batch.samples["group"].tolist(), batch.samples["index"].tolist(), strict=True)),

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_bridge.execute import Traffic
 from rlflow.rollout.engine import Lifecycle
-from rlflow.trainers.online import finish_step, hand_over, update_metrics
+from rlflow.trainers.online import finish_step, hand_over
+from rlflow.trainers.passes import update_metrics
 
 BYTES = {"weights": 10, "kv_cache": 30}
 
@@ -53,7 +54,7 @@ def test_weights_are_written_while_the_cache_sleeps():
     rollout = Rollout()
     actor = SimpleNamespace(layout=3, parameters_by_name=lambda: {"received": 4})
     rollout.lifecycle.sleep()
-    moved = hand_over(SimpleNamespace(rollout=rollout, actor=actor))
+    moved = hand_over(SimpleNamespace(rollout=rollout, roles=SimpleNamespace(actor=actor)))
     assert rollout.held_at_sync == [BYTES["weights"]]
     assert rollout.memory.held == sum(BYTES.values())
     rollout.lifecycle.require_ready()
@@ -62,9 +63,9 @@ def test_weights_are_written_while_the_cache_sleeps():
 
 def test_metrics_of_several_updates():
     """Means over all tokens, losses and norms over updates; the first update alone tells whether it was on-policy."""
-    first = {"tokens": 2.0, "clipped": 1.0, "ratio_error_max": 0.0, "loss": 1.0, "actor/grad_norm": 1.0}
-    second = {"tokens": 6.0, "clipped": 1.0, "ratio_error_max": 0.5, "loss": 3.0, "actor/grad_norm": 3.0}
-    assert update_metrics([first, second]) == pytest.approx(
+    first = {"tokens": 2.0, "clipped": 1.0, "ratio_error_max": 0.0, "loss": 1.0, "engine/grad_norm": 1.0}
+    second = {"tokens": 6.0, "clipped": 1.0, "ratio_error_max": 0.5, "loss": 3.0, "engine/grad_norm": 3.0}
+    assert update_metrics([first, second], "actor") == pytest.approx(
         {
             "actor/trainable_tokens": 8.0,
             "actor/clip_fraction": 2 / 8,

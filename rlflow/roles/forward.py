@@ -1,0 +1,77 @@
+"""One forward over one micro-batch: what a model needs to see of it, and what the last stage says of its tokens.
+
+A rank of a context-parallel group computes its rows alone and then knows the outcome for all. Which micro-batches go
+through which stages in which order is the engine's matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlflow.batch import MicroBatch
+from rlflow.models import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
+from rlflow.models.context import gather_predictions
+from rlflow.parallel import Grid
+
+
+class Scored(NamedTuple):
+    """What the last stage says of a micro-batch of R response tokens and, where asked for, of its S samples."""
+
+    tokens: Tensor  # float32 [R], log-probs or values
+    entropy: Tensor | None = None  # float32 [R]
+    last: Tensor | None = None  # float32 [S], values at the last response tokens
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How the micro-batches of one pass go through a stage's chunk."""
+
+    grid: Grid
+    spec: str  # the layers', "local" or "te"
+    dtype: torch.dtype
+    temperature: float = 1.0
+    with_entropy: bool = False
+
+    def __call__(self, micro_batch: MicroBatch, chunk: Any) -> tuple[Tensor, Scored | None]:
+        """Run a chunk, wrapped or not; returns what it passes on, and on the last stage what it says."""
+        local = micro_batch.for_context_rank(self.grid.here["cp"], self.grid.cp) if self.grid.cp > 1 else micro_batch
+        model = _unwrapped(chunk)
+        packed = self._pack(local, model)
+        output = chunk(local.token_ids[None], local.position_ids[None], None, packed_seq_params=packed)
+        if not model.post_process:
+            return output, None
+        scored = self._score(output, micro_batch, local)
+        return scored.tokens, scored
+
+    def _pack(self, local: MicroBatch, model: Any) -> PackedInput:
+        scoring = Scoring(local.predict_at, local.targets, self.temperature, self.with_entropy)
+        if self.spec == "te":
+            return pack_for_te_spec(local, scoring)
+        return pack_for_local_spec(local, model.ropes, self.dtype, scoring)
+
+    def _score(self, output: Any, whole: MicroBatch, local: MicroBatch) -> Scored:
+        if isinstance(output, tuple):
+            log_probs, entropy = output
+            entropy = entropy if entropy is None else self._everywhere(entropy, local.scored, len(whole.token_index))
+            return Scored(self._everywhere(log_probs, local.scored, len(whole.token_index)), entropy)
+        tokens = self._everywhere(output[local.predict_at], local.scored, len(whole.token_index))
+        if whole.last_rows is None:
+            return Scored(tokens)
+        last = self._everywhere(output[local.last_rows], local.last_scored, len(whole.last_rows))
+        return Scored(tokens, last=last)
+
+    def _everywhere(self, values: Tensor, places: Tensor | None, total: int) -> Tensor:
+        """What this rank's rows say, beside what the other context-parallel ranks' say."""
+        if places is None:
+            return values
+        return gather_predictions(values, places, total, self.grid.groups.cp)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

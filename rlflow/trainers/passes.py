@@ -1,0 +1,150 @@
+"""What the roles of an online run compute in a step: scores, log-probs, values, and optimizer steps.
+
+Between two moves of samples no rank waits for another role's: roles on ranks of their own work at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rlflow.algorithms import PolicyObjective, ValueObjective, is_maximum, kl_controller, summarize
+from rlflow.batch import Sample, share_samples
+from rlflow.checkpoint import State
+from rlflow.config.schema import Config
+from rlflow.roles import Engine, Roles, learning_rate
+from rlflow.tracking import Tracker
+from rlflow.trainers.experience import Experience, mini_batch, without_zero_gradient
+
+Metrics = list[dict[str, float]]  # of one optimizer step after another
+
+
+@dataclass
+class Passes:
+    """The roles of a run and how they are used; `steps` are the run's, for the schedules of learning rates."""
+
+    config: Config
+    roles: Roles
+    objective: PolicyObjective
+    value_objective: ValueObjective
+    tracker: Tracker
+    steps: int
+
+    def predict(self, experience: Experience) -> None:
+        """What frozen or not yet updated models say of the samples, each on its own ranks; then to who needs it."""
+        roles, temperature = self.roles, self.config.rollout.temperature
+        if roles.reference is not None:
+            with self.tracker.phase("predict/reference"):
+                batch = experience.shares["reference"].batch
+                batch.tokens["ref_log_probs"] = roles.reference.log_probs(batch, temperature)
+        if roles.critic is not None:
+            with self.tracker.phase("predict/critic"):
+                batch = experience.shares["critic"].batch
+                batch.tokens["old_values"], batch.samples["last_values"] = roles.critic.values(batch)
+        if self._needs_old_log_probs():
+            with self.tracker.phase("predict/actor"):
+                batch = experience.shares["actor"].batch
+                batch.tokens["old_log_probs"] = roles.actor.log_probs(batch, temperature)
+        if roles.reference is not None:
+            experience.move("reference", "actor", tokens=["ref_log_probs"])
+        if roles.critic is not None:
+            experience.move("critic", "actor", tokens=["old_values"], samples=["last_values"])
+
+    def _needs_old_log_probs(self) -> bool:
+        """With one optimizer step per rollout they are those of the update itself, and no pass is needed."""
+        algorithm = self.config.algorithm
+        several = algorithm.epochs * algorithm.mini_batches > 1
+        return several or (self.roles.reference is not None and algorithm.kl_in == "reward")
+
+    def score(self, experience: Experience, samples: Sequence[Sample]) -> None:
+        """Add the reward model's scores to the rewards, of the catalogue and of this rank's `samples`."""
+        model = self.roles.reward_model
+        if model is None:
+            return
+        share, known = experience.shares["reward_model"], experience.known
+        found = model.values(share.batch).last
+        scores = share_samples(found, share.placement, len(known)).cpu()
+        known.samples["rewards"] += self.config.reward_model.weight * scores
+        own = known.placement(dist.get_world_size())[dist.get_rank()]
+        for sample, score in zip(samples, scores[list(own)].tolist(), strict=True):
+            sample.scores["reward_model"] = score
+            if sample.reward is not None:
+                sample.reward += self.config.reward_model.weight * score
+
+    def learn(self, experience: Experience, state: State) -> dict[str, float]:
+        """The optimizer steps of the critic and of the actor; on ranks of their own they run at the same time.
+
+        Counts them in `state` and returns their metrics, the same on every rank; none of the actor's while only the
+        critic learns.
+        """
+        roles, learned = self.roles, dict[str, Metrics]()
+        if roles.critic is not None:
+            experience.move("actor", "critic", tokens=["mask", "returns"])
+            with self.tracker.phase("update/critic"):
+                learned["critic"] = self._train_critic(roles.critic, experience, state.step)
+        if roles.critic is None or state.step >= self.config.critic.warmup_steps:
+            with self.tracker.phase("update/actor"):
+                learned["actor"] = self._train_actor(roles.actor, experience, state)
+        metrics: dict[str, float] = {}
+        for name, updates in learned.items():
+            state.updates[name] = state.updates.get(name, 0) + len(updates)
+            metrics |= update_metrics(roles.by_name()[name].tell(updates), name)
+        return metrics | self._rates(state.step)
+
+    def _rates(self, step: int) -> dict[str, float]:
+        settings = {"actor": self.config.optimizer, "critic": self.config.critic_optimizer}
+        return {
+            f"{name}/lr": learning_rate(settings[name], step, self.steps)
+            for name in self.roles.by_name() if name in settings
+        }  # fmt: skip
+
+    def _train_critic(self, critic: Engine, experience: Experience, step: int) -> Metrics:
+        algorithm, share = self.config.algorithm, experience.shares["critic"]
+        lr = learning_rate(self.config.critic_optimizer, step, self.steps)
+        return [
+            critic.train_step(mini_batch(share, number, algorithm, critic.grid), self.value_objective, lr=lr)
+            for _ in range(algorithm.epochs)
+            for number in range(algorithm.mini_batches)
+        ]
+
+    def _train_actor(self, actor: Engine, experience: Experience, state: State) -> Metrics:
+        algorithm, share = self.config.algorithm, experience.shares["actor"]
+        objective = self.objective.with_kl_coef(state.kl_coef)
+        lr = learning_rate(self.config.optimizer, state.step, self.steps)
+        updates = []
+        for number in range(algorithm.epochs * algorithm.mini_batches):
+            batch = mini_batch(share, number % algorithm.mini_batches, algorithm, actor.grid)
+            if algorithm.skip_zero_advantage:
+                batch = without_zero_gradient(batch, objective)
+            updates.append(
+                actor.train_step(
+                    batch, objective, lr=lr, temperature=self.config.rollout.temperature,
+                    with_entropy=algorithm.entropy_coef > 0,
+                )
+            )  # fmt: skip
+        return updates
+
+
+def update_metrics(updates: Metrics, role: str) -> dict[str, float]:
+    """Metrics of a role's optimizer steps in one step: means over their tokens, and the mean of the engine's own."""
+    if not updates:
+        return {}
+    own = [name for name in updates[0] if name.startswith("engine/")]
+    sums = [{name: value for name, value in update.items() if name not in own} for update in updates]
+    combined = {name: (max if is_maximum(name) else sum)(part[name] for part in sums) for name in sums[0]}
+    shown = summarize(combined, len(updates), role)
+    shown |= {name.replace("engine", role, 1): sum(update[name] for update in updates) / len(updates) for name in own}
+    if "ratio_error_max" in updates[0]:  # of the first step: there the policy is the one that sampled
+        shown[f"{role}/first_ratio_error"] = updates[0]["ratio_error_max"]
+    return shown
+
+
+def next_kl_coef(config: Config, kl_coef: float, metrics: dict[str, float]) -> float:
+    """The KL coefficient of the next step, from the divergence that the actor's update has measured."""
+    if "actor/kl" not in metrics:
+        return kl_coef
+    algorithm, samples = config.algorithm, config.trainer.prompts_per_step * config.rollout.n
+    control = kl_controller[algorithm.kl_controller]
+    return control(kl_coef, metrics["actor/kl"], samples, algorithm.kl_target, algorithm.kl_horizon)
