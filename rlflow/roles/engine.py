@@ -130,7 +130,8 @@ class Engine:
         tokens = len(batch.responses.values)
         found = torch.zeros(tokens + len(batch), dtype=torch.float32, device=device())
         for micro_batch, scored in self._score(batch, with_last=True):
-            assert scored.last is not None and micro_batch.last_samples is not None
+            assert scored.last is not None
+            assert micro_batch.last_samples is not None
             found[micro_batch.token_index] = scored.tokens
             found[tokens + micro_batch.last_samples] = scored.last
         self._from_last_stage(found)

@@ -23,7 +23,7 @@ from rlflow.tracking import Tracker
 from rlflow.trainers import held_out
 from rlflow.trainers.experience import add_advantages, collect
 from rlflow.trainers.measure import sample_metrics, sum_over_ranks
-from rlflow.trainers.passes import Passes, next_kl_coef
+from rlflow.trainers.passes import Metrics, Passes, next_kl_coef
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,10 @@ def train(run: Run) -> None:
             metrics = sample_metrics(samples, "train") | sum_over_ranks(counts)
             metrics |= add_advantages(experience, config.algorithm, roles.actor.grid, kl_coef=state.kl_coef)
         with track.phase("update"):
-            metrics |= passes.learn(experience, state)
+            updates: dict[str, Metrics] = {}
+            for role, batch, how in passes.optimizer_steps(experience, state):
+                updates.setdefault(role, []).append(roles.by_name()[role].train_step(batch, **how))
+            metrics |= passes.report(updates, state)
         with track.phase("sync"):
             metrics |= hand_over(run)
         state.step += 1

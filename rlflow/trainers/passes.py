@@ -5,20 +5,29 @@ Between two moves of samples no rank waits for another role's: roles on ranks of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from rlflow.algorithms import PolicyObjective, ValueObjective, is_maximum, kl_controller, summarize
-from rlflow.batch import Sample, share_samples
+from rlflow.batch import Batch, Sample, share_samples
 from rlflow.checkpoint import State
 from rlflow.config.schema import Config
-from rlflow.roles import Engine, Roles, learning_rate
+from rlflow.roles import Roles, learning_rate
 from rlflow.tracking import Tracker
 from rlflow.trainers.experience import Experience, mini_batch, without_zero_gradient
 
 Metrics = list[dict[str, float]]  # of one optimizer step after another
+
+
+class OptimizerStep(NamedTuple):
+    """One optimizer step of a role: what it learns from, and how (`Engine.train_step`'s other arguments)."""
+
+    role: str
+    batch: Batch
+    how: dict[str, Any]
 
 
 @dataclass
@@ -73,58 +82,49 @@ class Passes:
             if sample.reward is not None:
                 sample.reward += self.config.reward_model.weight * score
 
-    def learn(self, experience: Experience, state: State) -> dict[str, float]:
-        """The optimizer steps of the critic and of the actor; on ranks of their own they run at the same time.
+    def optimizer_steps(self, experience: Experience, state: State) -> Iterator[OptimizerStep]:
+        """The critic's and the actor's optimizer steps, to be taken as they come; on disjoint ranks at the same time.
 
-        Counts them in `state` and returns their metrics, the same on every rank; none of the actor's while only the
-        critic learns.
+        While only the critic learns there are none of the actor's. All ranks get all steps, with samples or without.
         """
-        roles, learned = self.roles, dict[str, Metrics]()
+        roles = self.roles
         if roles.critic is not None:
             experience.move("actor", "critic", tokens=["mask", "returns"])
+            lr = learning_rate(self.config.critic_optimizer, state.step, self.steps)
             with self.tracker.phase("update/critic"):
-                learned["critic"] = self._train_critic(roles.critic, experience, state.step)
+                for batch in self._mini_batches("critic", experience):
+                    yield OptimizerStep("critic", batch, {"objective": self.value_objective, "lr": lr})
         if roles.critic is None or state.step >= self.config.critic.warmup_steps:
+            objective = self.objective.with_kl_coef(state.kl_coef)
+            how = {
+                "objective": objective,
+                "lr": learning_rate(self.config.optimizer, state.step, self.steps),
+                "temperature": self.config.rollout.temperature,
+                "with_entropy": self.config.algorithm.entropy_coef > 0,
+            }
             with self.tracker.phase("update/actor"):
-                learned["actor"] = self._train_actor(roles.actor, experience, state)
-        metrics: dict[str, float] = {}
-        for name, updates in learned.items():
-            state.updates[name] = state.updates.get(name, 0) + len(updates)
-            metrics |= update_metrics(roles.by_name()[name].tell(updates), name)
-        return metrics | self._rates(state.step)
+                for batch in self._mini_batches("actor", experience):
+                    skips = self.config.algorithm.skip_zero_advantage
+                    yield OptimizerStep("actor", without_zero_gradient(batch, objective) if skips else batch, how)
 
-    def _rates(self, step: int) -> dict[str, float]:
+    def _mini_batches(self, role: str, experience: Experience) -> Iterator[Batch]:
+        algorithm, grid = self.config.algorithm, self.roles.by_name()[role].grid
+        for _ in range(algorithm.epochs):
+            for number in range(algorithm.mini_batches):
+                yield mini_batch(experience.shares[role], number, algorithm, grid)
+
+    def report(self, updates: Mapping[str, Metrics], state: State) -> dict[str, float]:
+        """Metrics of the optimizer steps that each role has taken in this step, the same on every rank of the job.
+
+        Counts them in `state`, which is that before the step.
+        """
         settings = {"actor": self.config.optimizer, "critic": self.config.critic_optimizer}
-        return {
-            f"{name}/lr": learning_rate(settings[name], step, self.steps)
-            for name in self.roles.by_name() if name in settings
-        }  # fmt: skip
-
-    def _train_critic(self, critic: Engine, experience: Experience, step: int) -> Metrics:
-        algorithm, share = self.config.algorithm, experience.shares["critic"]
-        lr = learning_rate(self.config.critic_optimizer, step, self.steps)
-        return [
-            critic.train_step(mini_batch(share, number, algorithm, critic.grid), self.value_objective, lr=lr)
-            for _ in range(algorithm.epochs)
-            for number in range(algorithm.mini_batches)
-        ]
-
-    def _train_actor(self, actor: Engine, experience: Experience, state: State) -> Metrics:
-        algorithm, share = self.config.algorithm, experience.shares["actor"]
-        objective = self.objective.with_kl_coef(state.kl_coef)
-        lr = learning_rate(self.config.optimizer, state.step, self.steps)
-        updates = []
-        for number in range(algorithm.epochs * algorithm.mini_batches):
-            batch = mini_batch(share, number % algorithm.mini_batches, algorithm, actor.grid)
-            if algorithm.skip_zero_advantage:
-                batch = without_zero_gradient(batch, objective)
-            updates.append(
-                actor.train_step(
-                    batch, objective, lr=lr, temperature=self.config.rollout.temperature,
-                    with_entropy=algorithm.entropy_coef > 0,
-                )
-            )  # fmt: skip
-        return updates
+        metrics: dict[str, float] = {}
+        for role, steps in updates.items():
+            state.updates[role] = state.updates.get(role, 0) + len(steps)
+            metrics |= update_metrics(self.roles.by_name()[role].tell(steps), role)
+            metrics[f"{role}/lr"] = learning_rate(settings[role], state.step, self.steps)
+        return metrics
 
 
 def update_metrics(updates: Metrics, role: str) -> dict[str, float]:
