@@ -2,6 +2,7 @@
 
 from rlflow.batch.balance import assign, balance
 from rlflow.batch.batch import Batch
+from rlflow.batch.measures import balance_metrics
 from rlflow.batch.packing import MicroBatch, pack
 from rlflow.batch.placement import Placement, place
 from rlflow.batch.planning import plan_micro_batches
@@ -29,6 +30,7 @@ __all__ = [
     "Sizes",
     "assign",
     "balance",
+    "balance_metrics",
     "catalogue",
     "exchange",
     "gather_samples",

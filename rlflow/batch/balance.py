@@ -25,23 +25,29 @@ def balance(costs: Sequence[float], parts: int, *, equal_counts: bool = False) -
     width = parts if equal_counts else 1
     heap: list[tuple[float, int, list[_Part]]] = []
     for number, first in enumerate(range(0, len(order), width)):
-        split: list[_Part] = [(costs[item], [item]) for item in order[first : first + width]]
-        split += [(0.0, [])] * (parts - len(split))
-        heap.append((split[-1][0] - split[0][0], number, split))
+        split = [(costs[item], [item]) for item in order[first : first + width]]
+        heap.append((-_difference(split, parts), number, split))
     heapq.heapify(heap)
     while len(heap) > 1:
-        (_, number, left), (_, _, right) = heapq.heappop(heap), heapq.heappop(heap)
-        split = _merge(left, right)
-        heapq.heappush(heap, (split[-1][0] - split[0][0], number, split))
-    split = heap[0][2] if heap else []
-    filled = sorted(sorted(members) for _, members in split if members)
+        _, number, left = heapq.heappop(heap)
+        split = _merge(left, heap[0][2], parts)
+        heapq.heapreplace(heap, (-_difference(split, parts), number, split))
+    filled = sorted(sorted(members) for _, members in heap[0][2]) if heap else []
     return filled + [[] for _ in range(parts - len(filled))]
 
 
-def _merge(left: list[_Part], right: list[_Part]) -> list[_Part]:
-    """Join two splits, the largest part of one with the smallest of the other; largest first."""
-    joined = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
-    return sorted(joined, key=lambda part: (-part[0], part[1]))
+def _difference(split: list[_Part], parts: int) -> float:
+    """Largest less smallest sum. A split lists its largest parts first and leaves out empty ones."""
+    return split[0][0] - (split[-1][0] if len(split) == parts else 0.0)
+
+
+def _merge(left: list[_Part], right: list[_Part], parts: int) -> list[_Part]:
+    """Join two splits, the largest part of one with the smallest of the other, which may be empty; largest first."""
+    shared = max(len(left) + len(right) - parts, 0)
+    alone, also_alone = len(left) - shared, len(right) - shared
+    pairs = zip(left[alone:], reversed(right[also_alone:]), strict=True)
+    joined = [(a + b, x + y) for (a, x), (b, y) in pairs]
+    return sorted(left[:alone] + right[:also_alone] + joined, key=lambda part: (-part[0], part[1][0]))
 
 
 def assign(sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool) -> list[list[int]]:
