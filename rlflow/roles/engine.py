@@ -216,8 +216,9 @@ class Engine:
         sizes = batch.sizes()
         rounds = self.grid.pp if len(self.chunks) > 1 else 1
         plan = partial(
-            plan_micro_batches, sizes, self.micro_batch_tokens, share_prompts=self.share_prompts, multiple_of=rounds
-        )
+            plan_micro_batches, sizes, self.micro_batch_tokens, share_prompts=self.share_prompts,
+            hidden=self.architecture.hidden, multiple_of=rounds,
+        )  # fmt: skip
         bins = plan()
         count = max(len(bins), rounds)
         if self.grid.dp > 1:
