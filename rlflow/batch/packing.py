@@ -29,7 +29,8 @@ class MicroBatch:
 
     token_ids: Tensor  # int64 [T]
     position_ids: Tensor  # int64 [T], from 0 in every sequence; a response continues behind its prompt
-    is_padding: Tensor  # bool [T]
+    source: Tensor  # int64 [T], where the token lies among the batch's prompts and then responses; −1: padding
+    samples_of_row: Tensor  # float32 [T], how many samples have the row in common; 0: padding
     # (prefix_start, prefix_end, start, end): rows [start, end) attend causally to themselves and fully to the prefix,
     # which is the empty range (start, start) unless a prompt is shared
     segments: list[Segment]
@@ -68,7 +69,8 @@ class MicroBatch:
             self,
             token_ids=self.token_ids[rows],
             position_ids=self.position_ids[rows],
-            is_padding=self.is_padding[rows],
+            source=self.source[rows],
+            samples_of_row=self.samples_of_row[rows],
             predict_at=predict_at,
             targets=self.targets[scored],
             last_rows=last_rows,
@@ -105,7 +107,8 @@ def pack(
         if share_prompts:
             raise ValueError("prompts cannot be shared under context parallelism")
         multiple = context * math.lcm(2, multiple)
-    pool = torch.cat([batch.prompts.values, batch.responses.values])
+    parts = [batch.prompts.values, batch.responses.values]
+    pool = torch.cat([*parts, parts[0].new_zeros(1)])  # the last one, that is −1, is the token of padding
     layout = _Layout(batch, 2 * context if context > 1 else 1, with_last)
     return [_micro_batch(pool, layout, layout.rows_of(members, share_prompts), multiple) for members in bins]
 
@@ -115,14 +118,15 @@ class _Rows:
     """The runs of rows of one micro-batch, and its samples, while they are laid out."""
 
     length: int = 0
-    sources: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, start in the pool, rows, position
+    # a run's first row, where it starts in the pool, how many rows, the first one's position, samples that share it
+    sources: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     samples: list[tuple[int, int, int]] = field(default_factory=list)  # sample, prompt's last row, response's first row
 
-    def add(self, source: int, rows: int, position: int) -> int:
+    def add(self, source: int, rows: int, position: int, samples: int) -> int:
         """Append rows; returns where they start."""
         start = self.length
-        self.sources.append((start, source, rows, position))
+        self.sources.append((start, source, rows, position, samples))
         self.length += rows
         return start
 
@@ -151,7 +155,7 @@ class _Layout:
         """A prompt and its responses: one segment if there is one response, else each response a segment of its own."""
         prompt = self.prompt_of[group[0]]
         prompt_length = self.prompt_lengths[prompt]
-        prompt_start = rows.add(self.prompt_starts[prompt], prompt_length, 0)
+        prompt_start = rows.add(self.prompt_starts[prompt], prompt_length, 0, len(group))
         prompt_end = prompt_start + prompt_length
         alone = len(group) == 1
         if not alone:
@@ -159,7 +163,7 @@ class _Layout:
         for sample in group:
             grown = max(self.response_lengths[sample] - (not self.with_last), 0)
             source = self.prompt_starts[-1] + self.response_starts[sample]
-            start = rows.add(source, grown, prompt_length)
+            start = rows.add(source, grown, prompt_length, 1)
             rows.samples.append((sample, prompt_end - 1, start))
             if alone:
                 rows.length += (prompt_start - rows.length) % self.sequence_multiple
@@ -171,17 +175,16 @@ class _Layout:
 def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> MicroBatch:
     if filled := (-rows.length % multiple if rows.length else multiple):
         rows.segments.append((rows.length, rows.length, rows.length, rows.length + filled))
-    total = rows.length + filled
-    places, starts, lengths, positions = _columns(rows.sources, 4)
-    real = spans(places, lengths)
+    places, starts, lengths, positions, shared = _columns(rows.sources, 5)
+    real = spans(places, lengths)  # the rows that are not padding
+    source = torch.full((rows.length + filled,), -1).index_copy_(0, real, spans(starts, lengths))
     bounds = [0] + [end for _, _, _, end in rows.segments]
     predict_at, token_index, sample_index, last_rows = _predictions(layout, rows)
     micro_batch = MicroBatch(
-        token_ids=pool.new_zeros(total).index_copy_(
-            0, real.to(pool.device), pool[spans(starts, lengths).to(pool.device)]
-        ),
-        position_ids=torch.zeros(total, dtype=torch.int64).index_copy_(0, real, spans(positions, lengths)),
-        is_padding=torch.ones(total, dtype=torch.bool).index_fill_(0, real, False),
+        token_ids=pool[source.to(pool.device)],
+        position_ids=torch.zeros_like(source).index_copy_(0, real, spans(positions, lengths)),
+        source=source,
+        samples_of_row=torch.zeros(len(source)).index_copy_(0, real, shared.repeat_interleave(lengths).float()),
         segments=rows.segments,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         max_seqlen=max(end - start for _, _, start, end in rows.segments),
@@ -189,7 +192,7 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
         targets=pool[(token_index + layout.prompt_starts[-1]).to(pool.device)],
         token_index=token_index,
         sample_index=sample_index,
-        padding=total - len(real),
+        padding=len(source) - len(real),
         last_rows=last_rows if layout.with_last else None,
         last_samples=_columns(rows.samples, 3)[0] if layout.with_last else None,
     )
