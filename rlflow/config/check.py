@@ -1,7 +1,8 @@
 """Every rule between keys, and between keys, the model, the files and the number of ranks.
 
-`check` collects all faults and loads nothing: of the model it reads config.json, of a data file its schema. Types and
-unknown keys are found by `load`. Rules on the parallel layout are in `check_grid`, those on files in `check_files`.
+`check` collects all faults and loads nothing: of a model it reads config.json and tokenizer.json, of a data file its
+schema. Types and unknown keys are found by `load`. Rules on models and grids are in `check_roles` and `check_rollout`,
+those on files in `check_files`, those on keys that have no effect in `check_unread`.
 """
 
 import operator
@@ -9,21 +10,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Literal, get_args
 
+from megatron_bridge.families import Architecture
 from rlflow.config.check_files import evaluation_faults, file_faults, reward_faults, training_faults
-from rlflow.config.check_grid import (
-    batch_faults,
-    checkpoint_faults,
-    engine_faults,
-    expert_faults,
-    grid_faults,
-    length_faults,
-    limit_faults,
-    model_faults,
-    read_model,
-)
-from rlflow.config.document import write
+from rlflow.config.check_roles import read_model, role_faults, without_repeats
+from rlflow.config.check_rollout import engine_faults, length_faults, replica_faults
+from rlflow.config.check_unread import unread_faults, unread_with_model
 from rlflow.config.faults import Fault, independent
-from rlflow.config.schema import Config, Model
+from rlflow.config.schema import Config
 
 Purpose = Literal["train", "evaluate", "generate"]
 
@@ -41,22 +34,25 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
     """All faults of `config`, in the order of the schema; rules that need an unknown `world_size` are skipped."""
     assert purpose in get_args(Purpose)
     out_of_range = list(range_faults(config))
-    arch, faults = read_model(config)
-    faults += [*grid_faults(config, world_size), *file_faults(config)]
+    arch, faults = read_model("model.path", config.model.path)
+    faults += [*replica_faults(config, world_size), *file_faults(config)]
     if arch is not None:
-        faults += [*model_faults(config, arch), *expert_faults(config, arch, world_size)]
         faults += [*engine_faults(config, arch), *length_faults(config, arch)]
     if purpose != "generate":
         faults += [*reward_faults(config), *evaluation_faults(config, required=purpose == "evaluate")]
-    if purpose == "train":
-        faults += [] if arch is None else limit_faults(config, arch)
-        faults += [*algorithm_faults(config), *optimizer_faults(config)]
-        faults += [*batch_faults(config, world_size), *checkpoint_faults(config, world_size), *training_faults(config)]
-    else:  # without training there is no actor: a model may be evaluated on fewer ranks than it was trained on
-        faults = [fault for fault in faults if not fault.key.startswith("actor.")]
-    faults = out_of_range + independent(faults, out_of_range)
+    if purpose == "train":  # a model may be evaluated on fewer ranks than it was trained on
+        faults += _training_faults(config, arch, world_size)
+    faults = without_repeats(out_of_range) + independent(faults, out_of_range)
     order = {section.name: number for number, section in enumerate(fields(Config))}
     return sorted(faults, key=lambda fault: order[fault.key.partition(".")[0]])
+
+
+def _training_faults(config: Config, arch: Architecture | None, world_size: int | None) -> Iterator[Fault]:
+    yield from role_faults(config, arch, world_size)
+    if arch is not None:
+        yield from unread_with_model(config, arch)
+    yield from [*algorithm_faults(config), *unread_faults(config)]
+    yield from [*optimizer_faults(config), *training_faults(config)]
 
 
 def range_faults(config: Config) -> Iterator[Fault]:
@@ -80,34 +76,18 @@ def algorithm_faults(config: Config) -> Iterator[Fault]:
         rule = f"{algorithm.advantage} compares the responses to a prompt and needs at least 2"
         yield Fault("rollout.n", 1, rule, "2", ("algorithm.advantage",))
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        rule, reads = "k1 in the loss has a gradient of expectation zero", ("algorithm.kl_in", "algorithm.kl_coef")
-        yield Fault("algorithm.kl_estimator", "k1", rule, "k1-straight-through", reads)
+        rule, also = "k1 in the loss has a gradient of expectation zero", ("algorithm.kl_in", "algorithm.kl_coef")
+        yield Fault("algorithm.kl_estimator", "k1", rule, "k1-straight-through", also)
     if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.aggregation_length is None:
         rule = "seq-mean-token-sum-norm divides by this length, which padding must not decide"
         nearest = str(rollout.max_response_length)
         yield Fault("algorithm.aggregation_length", "null", rule, nearest, ("algorithm.aggregation",))
+    step = config.trainer.prompts_per_step * rollout.n
+    if algorithm.kl_controller == "adaptive" and algorithm.kl_coef > 0 and step >= 5 * algorithm.kl_horizon:
+        rule = f"must be above a fifth of the {step} samples of a step, or the coefficient may become negative"
+        reads = ("algorithm.kl_controller", "rollout.n", "trainer.prompts_per_step")
+        yield Fault("algorithm.kl_horizon", algorithm.kl_horizon, rule, str(step), reads)
     yield from sampling_faults(config)
-    yield from unread_faults(config)
-
-
-def unread_faults(config: Config) -> Iterator[Fault]:
-    """Values other than the default of keys that nothing reads beside another key's value: never ignored in silence."""
-    algorithm, defaults = config.algorithm, Config(Model(""))
-    conditions = {
-        ("algorithm", "normalize_std", "algorithm.advantage"): algorithm.advantage == "grpo",
-        ("algorithm", "dual_clip", "algorithm.policy_loss"): algorithm.policy_loss in ("ppo", "gspo"),
-        ("algorithm", "aggregation_length", "algorithm.aggregation"): algorithm.aggregation.endswith("-norm"),
-        ("algorithm", "importance_cap", "algorithm.importance_correction"): bool(algorithm.importance_correction),
-        ("optimizer", "min_lr", "optimizer.schedule"): config.optimizer.schedule != "constant",
-        ("rollout", "stop_token_ids", "rollout.ignore_eos"): not config.rollout.ignore_eos,
-        ("trainer", "epochs", "trainer.steps"): config.trainer.steps is None,
-    }
-    for (section, name, decider), read in conditions.items():
-        value, default = (getattr(getattr(part, section), name) for part in (config, defaults))
-        if not read and value != default:
-            decides = getattr(getattr(config, decider.partition(".")[0]), decider.partition(".")[2])
-            shown = write(default).splitlines()[0]
-            yield Fault(f"{section}.{name}", value, f"is not read where {decider} = {decides}", shown, (decider,))
 
 
 def sampling_faults(config: Config) -> Iterator[Fault]:
@@ -123,11 +103,18 @@ def sampling_faults(config: Config) -> Iterator[Fault]:
 
 
 def optimizer_faults(config: Config) -> Iterator[Fault]:
-    """Schedules that contradict themselves."""
-    optimizer, steps = config.optimizer, config.trainer.steps
-    if optimizer.min_lr > optimizer.lr:
-        rule = f"must be at most optimizer.lr = {optimizer.lr}"
-        yield Fault("optimizer.min_lr", optimizer.min_lr, rule, str(optimizer.lr), ("optimizer.lr",))
-    if steps is not None and optimizer.warmup_steps > steps:
-        rule = f"must be at most trainer.steps = {steps}"
-        yield Fault("optimizer.warmup_steps", optimizer.warmup_steps, rule, str(steps), ("trainer.steps",))
+    """Schedules that contradict themselves or outlast the run, of the actor and, where there is one, of the critic."""
+    steps, with_critic = config.trainer.steps, config.algorithm.advantage == "gae"
+    warmups = {"optimizer": config.optimizer.warmup_steps}
+    schedules = {"optimizer": config.optimizer}
+    if with_critic:
+        schedules["critic_optimizer"] = config.critic_optimizer
+        warmups |= {"critic_optimizer": config.critic_optimizer.warmup_steps, "critic": config.critic.warmup_steps}
+    for section, optimizer in schedules.items():
+        if optimizer.min_lr > optimizer.lr:
+            rule = f"must be at most {section}.lr = {optimizer.lr}"
+            yield Fault(f"{section}.min_lr", optimizer.min_lr, rule, str(optimizer.lr), (f"{section}.lr",))
+    for section, warmup in warmups.items():
+        if steps is not None and warmup > steps:
+            rule = f"must be at most trainer.steps = {steps}"
+            yield Fault(f"{section}.warmup_steps", warmup, rule, str(steps), ("trainer.steps",))

@@ -1,10 +1,12 @@
 """Rules on what the configuration names outside itself: folders, data files, reward functions, packages."""
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_bridge.families import load_architecture
 from rlflow.config.faults import Fault, nearest
 from rlflow.config.schema import Config
 from rlflow.errors import UserError
@@ -60,7 +62,7 @@ def reward_faults(config: Config) -> Iterator[Fault]:
     """Reward functions that cannot be imported or called with their arguments, names used twice, no weight at all."""
     from rlflow.rewards.resolve import resolve
 
-    if not any(reward.weight for reward in config.rewards):
+    if not any(reward.weight for reward in config.rewards) and not _has_reward_model(config):
         yield Fault("rewards", None, "at least one reward with a weight other than 0 must be given")
     names = [reward.label for reward in config.rewards]
     for number, reward in enumerate(config.rewards):
@@ -71,6 +73,41 @@ def reward_faults(config: Config) -> Iterator[Fault]:
         first = names.index(names[number])
         if first != number:
             yield Fault(f"rewards.{number}.name", names[number], f"is the name of rewards.{first} too")
+        if names[number] == "reward_model" and config.reward_model.path is not None:
+            yield Fault(f"rewards.{number}.name", "reward_model", "is the reward model's name", None)
+
+
+def vocabulary_difference(tokenizer: str, model: str, other: str) -> str | None:
+    """How the vocabulary of the model in the folder `other` differs from that of `model`, whose tokenizer is given.
+
+    Read from both tokenizer.json; where one is missing, sizes in config.json must be equal.
+    """
+    here, there = _tokens(tokenizer), _tokens(other)
+    if here is None or there is None:
+        sizes = [load_architecture(folder).vocab for folder in (model, other)]
+        return None if len(set(sizes)) == 1 else f"{sizes[1]} tokens instead of {sizes[0]}"
+    different = [token for token in sorted({*here, *there}) if here.get(token) != there.get(token)]
+    if not different:
+        return None
+    words = " instead of ".join(repr(tokens.get(different[0])) for tokens in (there, here))
+    return f"token {different[0]} is {words}"
+
+
+def _tokens(folder: str) -> dict[int, str] | None:
+    """Token ids and their texts by a folder's tokenizer.json; None where there is none of the usual form."""
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    if not isinstance(vocabulary, dict):  # unigram models list pairs of a token and its score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    added = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
+    return {number: token for token, number in vocabulary.items()} | added
+
+
+def _has_reward_model(config: Config) -> bool:
+    return config.reward_model.path is not None and config.reward_model.weight != 0
 
 
 def _data_faults(config: Config, key: str, path: str, rows_needed: int) -> Iterator[Fault]:

@@ -9,7 +9,8 @@ def summarize(config: Config, world_size: int | None) -> str:
     """Model, grids and batch; the numbers that depend on the ranks are left out where `world_size` is None."""
     actor, rollout, trainer = config.actor, config.rollout, config.trainer
     grid = f"TP{actor.tensor_parallel_size} × PP{actor.pipeline_parallel_size}"
-    dp = data_parallel_size(config, world_size)
+    actor_ranks = rank_list(actor.ranks, world_size)
+    dp = data_parallel_size(actor, None if actor_ranks is None else len(actor_ranks))
     ranks = rank_list(rollout.ranks, world_size)
     size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
     replicas = "" if ranks is None else f"{len(ranks) // size} replicas of "

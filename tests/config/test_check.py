@@ -72,11 +72,12 @@ def test_one_key(tmp_path: Path, override: str, message: str) -> None:
 def test_heads_must_divide_over_tensor_parallel_ranks(tmp_path: Path) -> None:
     """cases.md H05: 28 heads over 8 ranks, in trainer and engine; the nearest size is one that 4 kv heads allow."""
     overrides = ("actor.tensor_parallel_size=8", "rollout.tensor_parallel_size=8")
-    rule = "28 attention heads do not divide over 8: divisors are 1, 2, 4, 7, 14, 28; nearest: 4"
+    rule = "28 attention heads do not divide over 8: divisors are 1, 2, 4, 7, 14, 28; nearest: "
     assert faults(tmp_path, *overrides, world_size=8) == [
-        f"actor.tensor_parallel_size = 8: {rule}",
-        f"rollout.tensor_parallel_size = 8: {rule}",
+        f"actor.tensor_parallel_size = 8: {rule}TP4 × PP1 × DP2, TP4 × PP2 × DP1, TP2 × PP1 × DP4",
+        f"rollout.tensor_parallel_size = 8: {rule}4",
     ]
+    assert faults(tmp_path, *overrides) == [f"{key.replace('=', ' = ')}: {rule}4" for key in overrides]
 
 
 def test_ranks_may_share_key_value_heads(tmp_path: Path) -> None:
@@ -86,12 +87,12 @@ def test_ranks_may_share_key_value_heads(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**model, "num_key_value_heads": kv_heads}))
     two, six = f"model.path={tmp_path}/kv2", f"model.path={tmp_path}/kv6"
-    for section in ("actor", "rollout"):
+    for section, nearest in (("actor", "TP2 × PP1 × DP2, TP2 × PP2 × DP1, TP1 × PP1 × DP4"), ("rollout", "2")):
         key = f"{section}.tensor_parallel_size"
         assert faults(tmp_path, two, f"{key}=4", world_size=4) == []
         assert faults(tmp_path, six, f"{key}=4", world_size=4) == [
             f"{key} = 4: 6 key-value heads neither divide over 4 ranks nor are divided by them: valid are 1, 2; "
-            "nearest: 2"
+            f"nearest: {nearest}"
         ]
 
 
@@ -101,19 +102,22 @@ def test_the_rows_of_a_shared_head_must_divide(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**model, "intermediate_size": 1536}))
     rule = "640 rows of a key-value head's projections do not divide over the 3 ranks that share it"
     found = faults(tmp_path, f"model.path={tmp_path}", "actor.tensor_parallel_size=12", world_size=12)
-    assert found == [f"actor.tensor_parallel_size = 12: {rule}; nearest: 4"]
+    nearest = "TP4 × PP1 × DP3, TP2 × PP1 × DP6, TP2 × PP2 × DP3"  # 3 of DP do not divide 64 samples
+    assert found == [f"actor.tensor_parallel_size = 12: {rule}; nearest: {nearest}"]
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("actor.expert_parallel_size=3", "actor.expert_parallel_size = 3: 8 experts do not divide over 3: divisors are "
-                                         "1, 2, 4, 8; nearest: 4"),
+         "1, 2, 4, 8; nearest: TP1 × PP1 × DP4 with EP4, TP1 × PP1 × DP4 with EP2, TP1 × PP2 × DP2 with EP2"),
         ("actor.expert_parallel_size=0", "actor.expert_parallel_size = 0: must be at least 1; nearest: 1"),
         ("actor.expert_parallel_size=8", "actor.expert_parallel_size = 8: 8 × actor.expert_tensor_parallel_size 1 does "
-                                         "not divide the 4 ranks of a pipeline stage; nearest: 4"),
+         "not divide the 4 ranks of a pipeline stage; nearest: TP1 × PP1 × DP4 with EP4, TP1 × PP1 × DP4 with EP2, "
+         "TP1 × PP2 × DP2 with EP2"),
         ("actor.expert_tensor_parallel_size=3", "actor.expert_tensor_parallel_size = 3: 64 channels of an expert do "
-                                                "not divide over 3: divisors are 1, 2, 4, 8, 16, 32, 64; nearest: 4"),
+         "not divide over 3: divisors are 1, 2, 4, 8, 16, 32, 64; nearest: TP1 × PP1 × DP4 with EP1 × ETP4, "
+         "TP1 × PP1 × DP4 with EP1 × ETP2, TP2 × PP1 × DP2 with EP1 × ETP4 (sequence_parallel true)"),
         ("actor.tensor_parallel_size=2", "actor.sequence_parallel = false: experts need it where "
                                          "actor.tensor_parallel_size is above 1; nearest: true"),
         ("actor.expert_parallel_size=2 actor.pipeline_parallel_size=2 actor.order=tp-cp-dp-pp-ep",
@@ -168,7 +172,7 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
 def test_layers_must_divide_over_stages(tmp_path: Path) -> None:
     """cases.md A09."""
     (fault,) = faults(tmp_path, "actor.pipeline_parallel_size=3", world_size=3)
-    rule = "28 layers do not divide over 3: divisors are 1, 2, 4, 7, 14, 28; nearest: 4"
+    rule = "28 layers do not divide over 3: divisors are 1, 2, 4, 7, 14, 28; nearest: TP1 × PP1 × DP3"
     assert fault == f"actor.pipeline_parallel_size = 3: {rule}"
 
 
@@ -176,7 +180,8 @@ def test_the_world_must_divide_into_grids(tmp_path: Path) -> None:
     grid = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "rollout.tensor_parallel_size=4")
     assert faults(tmp_path, *grid, world_size=8) == []
     assert faults(tmp_path, *grid, world_size=6) == [
-        "actor.tensor_parallel_size = 2: 6 ranks do not divide into blocks of TP × PP = 4",
+        "actor.tensor_parallel_size = 2: 6 ranks do not divide into blocks of TP × PP = 4; nearest: "
+        "TP2 × PP1 × DP3, TP1 × PP2 × DP3, TP1 × PP1 × DP6",
         "rollout.tensor_parallel_size = 4: 6 ranks do not divide into vLLM replicas of 4; nearest: "
         "rollout.tensor_parallel_size = 2",
     ]
