@@ -17,7 +17,7 @@ from rlflow.config.faults import Fault
 from rlflow.config.nearest_grids import change_words, nearest_grids
 from rlflow.config.ranks import rank_list
 from rlflow.config.roles import FOLLOWERS, role_path, role_sections
-from rlflow.config.schema import Actor, Config, Role
+from rlflow.config.schema import Actor, Config, Critic, Role
 from rlflow.errors import UserError
 from rlflow.limits import model_limits
 
@@ -60,6 +60,8 @@ def model_faults(config: Config, name: str, arch: Architecture) -> Iterator[Faul
     if arch.head not in HEADS[name] and name != "actor":  # the rollout says it of the actor
         due = " or ".join(WORDS[head] for head in HEADS[name])
         yield Fault(f"{name}.path", path, f"is {WORDS[arch.head]}; {due} is due")
+    if name == "critic" and arch.head == "score" and config.critic.head != Critic.head:
+        yield Fault("critic.head", config.critic.head, "is not read where critic.path is a score model", Critic.head)
     if path == config.model.path:
         return
     tokens = config.rollout.max_prompt_length + config.rollout.max_response_length

@@ -18,9 +18,9 @@ def nearest_grids(
     """At most `most` roles like `asked` whose grids the rules allow on `ranks` ranks, nearest first.
 
     Distance is the number of doublings and halvings of sizes; of equally near grids those that leave other keys alone
-    come first, and then the larger replica, which needs less memory. What was not asked for is not suggested: context, virtual pipeline and expert
-    parallelism stay off where they were. `suits` says of a number of replicas whether the batch divides over it; grids
-    that it refuses are taken only if there are no others.
+    come first, and then the larger replica, which needs less memory. What was not asked for is not suggested: context,
+    virtual pipeline and expert parallelism stay off where they were. `suits` says of a number of replicas whether the
+    batch divides over it; grids that it refuses are taken only if there are no others.
     """
     valid = [role for role in _candidates(asked, arch, ranks) if not any(grid_faults("role", role, arch, ranks))]
     suitable = [role for role in valid if suits(ranks // block(role))]

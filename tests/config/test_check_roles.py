@@ -1,0 +1,193 @@
+"""Rules of critic, reference and reward model: their models and grids, and keys that only some runs read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlflow.config import assemble
+from rlflow.errors import UserError
+from tests.config.examples import QWEN, tree
+
+PPO, KL = "algorithm.advantage=gae", "algorithm.kl_coef=0.1"
+
+
+def faults(folder: Path, *overrides: str, world_size: int | None = None) -> list[str]:
+    try:
+        assemble(tree(folder), overrides, world_size=world_size)
+    except UserError as error:
+        return [line.strip() for line in error.message.splitlines()[1:]]
+    return []
+
+
+def model(folder: Path, name: str, **changes: Any) -> Path:
+    """The folder of a model like the example's, with other values in its config.json."""
+    made = folder / name
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(json.loads((QWEN / "config.json").read_text()) | changes))
+    return made
+
+
+def score_model(folder: Path, **changes: Any) -> Path:
+    head = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    return model(folder, "score", **head, **changes)
+
+
+def write_tokens(folder: Path, *tokens: str) -> None:
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+
+
+def test_every_role_on_a_grid_of_its_own(tmp_path: Path) -> None:
+    """Actor TP2 × PP2 on four ranks, critic TP1, reference and reward model on the last two."""
+    roles = (
+        PPO, KL, "actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "actor.ranks=0-3",
+        "critic.ranks=all", "critic.tensor_parallel_size=1", "critic.pipeline_parallel_size=1", "reference.ranks=[4, 5]",
+        "reference.pipeline_parallel_size=1", f"reward_model.path={score_model(tmp_path)}", "reward_model.ranks=4-5",
+        "reward_model.pipeline_parallel_size=1", "rollout.ranks=0-3", "trainer.prompts_per_step=9",
+    )  # fmt: skip
+    assert faults(tmp_path, *roles, world_size=6) == []
+
+
+def test_ppo_needs_no_groups(tmp_path: Path) -> None:
+    assert faults(tmp_path, PPO, "rollout.n=1", world_size=1) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (f"{PPO} critic.ranks=0-2 critic.tensor_parallel_size=2",
+         "critic.tensor_parallel_size = 2: 3 ranks do not divide into blocks of TP × PP = 2; nearest: TP1 × PP1 × DP3"),
+        (f"{KL} reference.ranks=3-4", "reference.ranks = [3, 4]: the job has the ranks 0 to 3; nearest: all"),
+        (f"{PPO} critic.pipeline_parallel_size=2 critic.virtual_pipeline_parallel_size=3",
+         "critic.virtual_pipeline_parallel_size = 3: 14 layers of a pipeline rank do not divide over 3: divisors are "
+         "1, 2, 7, 14; nearest: TP1 × PP2 × VP2 × DP2, TP1 × PP2 × VP7 × DP2, TP2 × PP2 × VP2 × DP1"),
+        (f"{KL} reference.expert_parallel_size=2",
+         "reference.expert_parallel_size = 2: qwen2 has no experts; nearest: 1"),
+        (f"{PPO} critic.order=tp", "critic.order = tp: must name each of tp, cp, ep, dp, pp once; "
+                                   "nearest: tp-cp-ep-dp-pp"),
+        (f"{PPO} actor.pipeline_parallel_size=4 critic.pipeline_parallel_size=1 trainer.prompts_per_step=9 rollout.n=2",
+         "trainer.prompts_per_step = 9: 9 prompts × 2 responses = 18 samples do not divide over 1 mini-batches × 4 "
+         "data-parallel ranks of the critic = 4; nearest: 8 or 10"),
+        (f"{PPO} critic.warmup_steps=11", "critic.warmup_steps = 11: must be at most trainer.steps = 10; nearest: 10"),
+        (f"{PPO} critic_optimizer.schedule=linear critic_optimizer.min_lr=1",
+         "critic_optimizer.min_lr = 1.0: must be at most critic_optimizer.lr = 1e-05; nearest: 1e-05"),
+        (f"{KL} reference.ema=1", "reference.ema = 1.0: must be below 1"),
+        (f"{KL} algorithm.kl_controller=adaptive algorithm.kl_horizon=12",
+         "algorithm.kl_horizon = 12: must be above a fifth of the 64 samples of a step, or the coefficient may become "
+         "negative; nearest: 64"),
+    ],
+)  # fmt: skip
+def test_one_role(tmp_path: Path, overrides: str, message: str) -> None:
+    assert faults(tmp_path, *overrides.split(), world_size=4) == [message]
+
+
+def test_a_fault_that_a_role_takes_from_the_actor_is_reported_once(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, PPO, KL, "actor.tensor_parallel_size=8", "rollout.tensor_parallel_size=1", world_size=8)
+    assert fault.startswith("actor.tensor_parallel_size = 8: ")
+    (fault,) = faults(tmp_path, PPO, KL, "actor.micro_batch_tokens=0")
+    assert fault.startswith("actor.micro_batch_tokens = 0: ")
+    (fault,) = faults(tmp_path, PPO, KL, "actor.sequence_parallel=true")
+    assert fault.startswith("actor.sequence_parallel = true: ")
+    (fault,) = faults(tmp_path, PPO, "critic.tensor_parallel_size=8", world_size=8)
+    assert fault.startswith("critic.tensor_parallel_size = 8: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "others", "ending"),
+    [
+        ("algorithm.gamma=0.9", "", "algorithm.advantage = grpo; nearest: 1.0"),
+        ("algorithm.lam=0.9", "", "algorithm.advantage = grpo; nearest: 1.0"),
+        ("algorithm.bootstrap_truncated=true", "", "algorithm.advantage = grpo; nearest: false"),
+        ("algorithm.whiten_advantages=false", "", "algorithm.advantage = grpo; nearest: true"),
+        ("critic.value_clip=0.2", "", "algorithm.advantage = grpo; nearest: 0.5"),
+        ("critic.tensor_parallel_size=2", "", "algorithm.advantage = grpo; nearest: 1"),
+        ("critic.ranks=[0]", "actor.ranks=0-1", "algorithm.advantage = grpo; nearest: [0, 1]"),
+        ("critic_optimizer.lr=1e-6", "", "algorithm.advantage = grpo; nearest: 1.0e-05"),
+        ("critic_optimizer.min_lr=1e-6", PPO, "critic_optimizer.schedule = constant; nearest: 0.0"),
+        ("reference.update_every=5", "", "algorithm.kl_coef = 0.0; nearest: 0"),
+        ("reference.ema=0.9", KL, "reference.update_every = 0; nearest: null"),
+        ("reward_model.weight=2", "", "reward_model.path = None; nearest: 1.0"),
+        ("algorithm.kl_controller=adaptive", "", "algorithm.kl_coef = 0.0; nearest: fixed"),
+        ("algorithm.kl_target=0.2", KL, "algorithm.kl_controller = fixed; nearest: 0.1"),
+        ("algorithm.kl_horizon=20", KL, "algorithm.kl_controller = fixed; nearest: 10000"),
+        ("actor.moe_aux_loss=micro-batch", "", "actor.moe_aux_loss_coef = 0.0; nearest: global"),
+    ],
+)
+def test_keys_that_nothing_would_read(tmp_path: Path, override: str, others: str, ending: str) -> None:
+    """cases.md H08: what was set has its effect or is refused."""
+    (fault,) = faults(tmp_path, override, *others.split())
+    assert fault.startswith(override.partition("=")[0] + " = ")
+    assert fault.endswith(f"is not read where {ending}")
+
+
+def test_a_frozen_role_reads_nothing_about_training(tmp_path: Path) -> None:
+    assert faults(tmp_path, KL, "actor.recompute=full", "actor.overlap=false") == []
+    assert faults(tmp_path, KL, "actor.recompute=full", "reference.recompute=none") == [
+        "reference.recompute = none: is not read: the reference is not trained; nearest: full"
+    ]
+
+
+def test_keys_for_experts(tmp_path: Path) -> None:
+    assert faults(tmp_path, "actor.moe_aux_loss_coef=0.01", "actor.router_replay=true") == [
+        "actor.moe_aux_loss_coef = 0.01: qwen2 has no experts; nearest: 0.0",
+        "actor.router_replay = True: qwen2 has no experts; nearest: false",
+    ]
+
+
+def test_heads(tmp_path: Path) -> None:
+    """A critic may start from either kind of model, a reference generates nothing and must still be of the first."""
+    score = score_model(tmp_path)
+    assert faults(tmp_path, PPO, f"critic.path={score}") == []
+    assert faults(tmp_path, PPO, f"critic.path={QWEN}") == []
+    assert faults(tmp_path, f"reward_model.path={score}") == []
+    assert faults(tmp_path, KL, f"reference.path={score}") == [
+        f"reference.path = {score}: is a score model; a language model is due"
+    ]
+    assert faults(tmp_path, f"reward_model.path={QWEN}") == [
+        f"reward_model.path = {QWEN}: is a language model; a score model is due"
+    ]
+    assert faults(tmp_path, PPO, f"critic.path={score}", "critic.head=random") == [
+        "critic.head = random: is not read where critic.path is a score model; nearest: zero"
+    ]
+
+
+def test_models_of_roles_that_cannot_be_used(tmp_path: Path) -> None:
+    assert faults(tmp_path, PPO, "critic.path=/nowhere") == [
+        "critic.path = /nowhere: no such folder; a model is read from a folder, not downloaded"
+    ]
+    short = score_model(tmp_path, max_position_embeddings=1000)
+    assert faults(tmp_path, f"reward_model.path={short}") == [
+        f"reward_model.path = {short}: has 1000 positions, and a sample up to 1024 tokens"
+    ]
+    yarn = model(tmp_path, "yarn", rope_scaling={"rope_type": "longrope", "factor": 4.0})
+    (fault,) = faults(tmp_path, PPO, f"critic.path={yarn}")
+    assert fault.startswith(f"critic.path = {yarn}: rope_scaling: rope_type 'longrope' is not supported")
+
+
+def test_vocabularies_are_one(tmp_path: Path) -> None:
+    """By the tokenizers: sizes in config.json are padded, and count only where there is no tokenizer.json."""
+    actor, other = model(tmp_path, "actor"), model(tmp_path, "other", vocab_size=151936)
+    overrides = (PPO, f"model.path={actor}", f"critic.path={other}")
+    assert faults(tmp_path, *overrides) == [
+        f"critic.path = {other}: has another vocabulary than model.path: 151936 tokens instead of 152064"
+    ]
+    write_tokens(actor, "a", "b")
+    write_tokens(other, "a", "b")
+    assert faults(tmp_path, *overrides) == []
+    write_tokens(other, "a", "c", "b")
+    assert faults(tmp_path, *overrides) == [
+        f"critic.path = {other}: has another vocabulary than model.path: token 1 is 'c' instead of 'b'"
+    ]
+
+
+def test_a_reward_model_may_be_the_only_source_of_reward(tmp_path: Path) -> None:
+    reward = f"reward_model.path={score_model(tmp_path)}"
+    assert faults(tmp_path, reward, "rewards=[]") == []
+    assert faults(tmp_path, reward, "rewards=[]", "reward_model.weight=0") == [
+        "rewards: at least one reward with a weight other than 0 must be given"
+    ]
+    assert faults(tmp_path, reward, "rewards.0.name=reward_model") == [
+        "rewards.0.name = reward_model: is the reward model's name"
+    ]
