@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.layouts import MegatronLayout
 from megatron_bridge.score import with_score_head
-from rlflow.config.check_grid import rank_list
+from rlflow.config.ranks import rank_list
 from rlflow.config.roles import role_path, role_sections
 from rlflow.config.schema import Config, Optimizer, Role
 from rlflow.parallel import Grid, derive_seed
