@@ -79,7 +79,7 @@ def test_a_resumed_run_repeats_the_unbroken_one(trained: Path, tmp_path: Path) -
     unbroken, resumed = records(trained / "run"), records(run)
     assert [record["step"] for record in resumed] == [0, 1, 2, 3, 4]
     for theirs, ours in zip(unbroken, resumed, strict=True):
-        same = [name for name in theirs if not name.startswith(("time/", "perf/"))]
+        same = [name for name in theirs if not name.startswith(("time/", "perf/", "memory/"))]
         assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
 
 
@@ -94,7 +94,7 @@ def test_a_run_starts_from_a_converted_folder(  # cases.md A31
     succeed("train", trained / "config.yaml", "--nproc", "2", *options)
     assert [record["step"] for record in records(run)] == [0, 1]
     for theirs, ours in zip(records(trained / "run"), records(run), strict=False):
-        same = [name for name in theirs if not name.startswith(("time/", "perf/", "eval/"))]
+        same = [name for name in theirs if not name.startswith(("time/", "perf/", "eval/", "memory/"))]
         assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
     before, after = load_file(source / "model.safetensors"), load_file(run / "model" / "model.safetensors")
     assert before.keys() == after.keys()

@@ -18,19 +18,22 @@ SHOWN = {
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None = None) -> str:
-    """`step 3/40 reward 0.41 kl 0.002 len 12.3 tok/s 1,234 eta 2:31 | generate 1.2s update 3.4s …`
+    """`step 3/40 reward 0.41 kl 0.002 len 12.3 tok/s 1,234 mem 4.5GiB eta 2:31 | generate 1.2s update 3.4s …`
 
-    Words and values alternate, so that the line can be searched and cut; a metric that the step has not is left out.
+    Words and values alternate, so that the line can be searched and cut; a metric that the step has not is left out,
+    and so are parts of phases. `mem` is the phase that took most.
     """
     words = [f"step {step}/{total_steps}"]
     words += [f"{word} {metrics[name]:.3g}" for word, name in SHOWN.items() if name in metrics]
     if "perf/tokens_per_second" in metrics:
         words.append(f"tok/s {metrics['perf/tokens_per_second']:,.0f}")
+    if memory := [value for name, value in metrics.items() if name.startswith("memory/")]:
+        words.append(f"mem {max(memory):.3g}GiB")
     if seconds_left is not None:
         words.append(f"eta {clock_time(seconds_left)}")
     phases = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
     phases.pop("step", None)
-    times = [f"{name} {value:.1f}s" for name, value in phases.items() if value >= 0.05]
+    times = [f"{name} {value:.1f}s" for name, value in phases.items() if value >= 0.05 and "/" not in name]
     return " ".join(words) + (" | " + " ".join(times) if times else "")
 
 

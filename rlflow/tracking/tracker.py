@@ -1,7 +1,8 @@
 """Records a run: times its phases, shows its progress, and writes metrics, samples and a summary to its folder.
 
-Every rank has a tracker and times its phases; only the main rank's writes and shows. Metrics come ready made: means
-over all ranks are the trainer's matter, and samples are those that the main rank was given.
+Every rank has a tracker and measures its phases; only the main rank's writes and shows. Times are the main rank's own,
+memory is that of the rank that took most. Other metrics come ready made: means over all ranks are the trainer's matter,
+and samples are those that the main rank was given.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rlflow.config.schema import Config
 from rlflow.tracking import plot
 from rlflow.tracking.clock import StepClock
 from rlflow.tracking.console import Console, step_line
+from rlflow.tracking.memory import PhaseMemory, max_over_ranks
 from rlflow.tracking.records import Record, Records, read_records, summary
 from rlflow.tracking.writers import TensorBoard, WeightsAndBiases, Writer, write_samples
 
@@ -25,14 +27,21 @@ RECENT_STEPS = 10  # steps that the time left is estimated from
 
 
 class Tracker:
-    """`begin()`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`."""
+    """`begin()`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`.
 
-    def __init__(self, config: Config, output_dir: Path | str, is_main: bool, total_steps: int) -> None:
+    `entered` is told which phase is at work whenever that changes.
+    """
+
+    def __init__(
+        self, config: Config, output_dir: Path | str, is_main: bool, total_steps: int,
+        entered: Callable[[str], None] = lambda phase: None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._run_dir = Path(output_dir)
         self._is_main = is_main
         self._total = total_steps
-        self._clock = StepClock()
+        self._clock = StepClock(entered=entered)
+        self._memory = PhaseMemory()
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._console = Console(total_steps) if is_main and config.tracking.console else None
         self._writers: list[Writer] = []  # opened when the first step is known
@@ -44,10 +53,10 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step; phases do not nest."""
+        """Measure a part of a step; of phases only parts nest, such as `update/critic` in `update`."""
         if self._console is not None:
             self._console.phase(name)
-        with self._clock.phase(name):
+        with self._clock.phase(name), self._memory.phase(name):
             yield
 
     @property
@@ -56,15 +65,17 @@ class Tracker:
         return self._clock.current
 
     def end(self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
-        """Stop the step's clock and record the step.
+        """Stop the step's clock and record the step. Collective over the job.
 
-        Adds `time/…`, `perf/response_tokens` and `perf/tokens_per_second`: response tokens over the whole step's time.
+        Adds `time/…`, `memory/…`, `perf/response_tokens` and `perf/tokens_per_second`: response tokens over the whole
+        step's time.
         """
         times = self._clock.end()
+        memory = max_over_ranks(self._memory.take())
         self._recent.append(times["time/step"])
         if not self._is_main:
             return
-        metrics = {**metrics, **times, **self._speed(metrics, times["time/step"])}
+        metrics = {**metrics, **times, **memory, **self._speed(metrics, times["time/step"])}
         left = (self._total - step) * sum(self._recent) / len(self._recent)
         self._record(step, metrics, left)
         if samples:

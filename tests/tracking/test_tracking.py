@@ -76,7 +76,25 @@ def test_what_passes_between_two_steps_counts_for_the_second():
     assert clock.end() == {"time/step": 1.25, "time/track": 0.25, "time/other": 1.0}
 
 
-def test_phases_do_not_nest_and_steps_must_begin():
+def test_the_parts_of_a_phase_are_timed_and_counted_once():
+    now, entered = FakeTime(), []
+    clock = StepClock(now, entered.append)
+    clock.begin()
+    with clock.phase("update"):
+        now.seconds += 1
+        for name, seconds in (("update/critic", 2.0), ("update/actor", 4.0), ("update/critic", 8.0)):
+            with clock.phase(name):
+                now.seconds += seconds
+    now.seconds += 16
+    assert clock.end() == {
+        "time/step": 31.0, "time/update/critic": 10.0, "time/update/actor": 4.0, "time/update": 15.0,
+        "time/other": 16.0,
+    }  # fmt: skip
+    assert entered[:4] == ["update", "update/critic", "update", "update/actor"]
+    assert entered[-2:] == ["update", "after update"]
+
+
+def test_other_phases_do_not_nest_and_steps_must_begin():
     clock = StepClock(FakeTime())
     with pytest.raises(RuntimeError, match="has not begun"):
         clock.end()
@@ -100,9 +118,11 @@ def test_a_line_can_be_read_and_searched():
     metrics = {
         "train/reward": 0.41, "actor/kl": 0.002, "train/response_length": 12.3, "perf/tokens_per_second": 1234.0,
         "time/step": 4.7, "time/generate": 1.2, "time/update": 3.44, "time/score": 0.01, "time/other": 0.06,
+        "time/update/critic": 1.5, "memory/generate_gib": 4.54, "memory/update/critic_gib": 3.0,
     }  # fmt: skip
     assert step_line(3, 40, metrics, 151) == (
-        "step 3/40 reward 0.41 kl 0.002 len 12.3 tok/s 1,234 eta 2:31 | generate 1.2s update 3.4s other 0.1s"
+        "step 3/40 reward 0.41 kl 0.002 len 12.3 tok/s 1,234 mem 4.54GiB eta 2:31 | "
+        "generate 1.2s update 3.4s other 0.1s"
     )
     assert step_line(0, 40, {"eval/accuracy": 0.25}) == "step 0/40 accuracy 0.25"
     assert clock_time(3751) == "1:02:31"

@@ -1,0 +1,72 @@
+"""What a step's phases take of the memory that is short: the GPU's, or the process's where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+import torch
+import torch.distributed as dist
+
+GIB = 2**30
+
+
+class PhaseMemory:
+    """The peak of each phase in bytes; a part of a phase counts for the phase too."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._peaks: dict[str, int] = {}
+        self._running: list[int] = []  # peaks so far of the phase at work and its parts
+        self._before = 0  # of what no peak is known of, when it was last looked at
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._note()
+        self._running.append(0)
+        try:
+            yield
+        finally:
+            self._note()
+            self._peaks[name] = max(self._running.pop(), self._peaks.get(name, 0))
+
+    def take(self) -> dict[str, float]:
+        """`memory/<phase>_gib` of the phases since the last call."""
+        peaks, self._peaks = self._peaks, {}
+        return {f"memory/{name}_gib": peak / GIB for name, peak in peaks.items()}
+
+    def _note(self) -> None:
+        """Let the peak since the last call count for all phases at work."""
+        peak = self._peak_of_gpu() if torch.cuda.is_initialized() else self._peak_of_process()
+        self._running = [max(peak, before) for before in self._running]
+
+    def _peak_of_gpu(self) -> int:
+        """The most that torch had allocated at once, and all that the GPU holds besides torch's pool.
+
+        The driver counts what vLLM's engine and NCCL have mapped. Memory of a sleeping engine is allocated for torch
+        and not there for the driver: the difference of the two leaves it out. Of what changes outside torch within a
+        phase the larger of both ends counts.
+        """
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        peak = torch.cuda.max_memory_allocated() + max(outside, self._before)
+        torch.cuda.reset_peak_memory_stats()
+        self._before = outside
+        return peak
+
+    def _peak_of_process(self) -> int:
+        """The resident set, at the larger of both ends."""
+        resident = self._process.memory_info().rss
+        peak, self._before = max(resident, self._before), resident
+        return peak
+
+
+def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """The largest value of each name over all ranks, some of which may lack it. Collective over the job."""
+    if not dist.is_initialized():
+        return dict(values)
+    parts: list[Mapping[str, float]] = [values] * dist.get_world_size()
+    dist.all_gather_object(parts, values)
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: max(part[name] for part in parts if name in part) for name in names}

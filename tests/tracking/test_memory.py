@@ -1,0 +1,81 @@
+"""Memory of phases: peaks of all that a GPU holds, parts within phases, and the largest over the ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlflow.tracking.memory import GIB, PhaseMemory, max_over_ranks
+
+
+class FakeGPU:
+    """An allocator as torch sees it, and memory besides it that only the driver counts; in GiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated = self.peak = self.outside = self.asleep = 0.0
+        for name, value in {
+            "is_initialized": lambda: True,
+            "mem_get_info": lambda: (int((80 - self.peak_ever - self.outside + self.asleep) * GIB), 80 * GIB),
+            "memory_reserved": lambda: int(self.peak_ever * GIB),
+            "max_memory_allocated": lambda: int(self.peak * GIB),
+            "reset_peak_memory_stats": self.reset,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        self.peak_ever = 0.0
+
+    def reset(self) -> None:
+        self.peak = self.allocated
+
+    def allocate(self, amount: float) -> None:
+        self.allocated += amount
+        self.peak, self.peak_ever = max(self.peak, self.allocated), max(self.peak_ever, self.allocated)
+
+
+def test_a_gpus_phases_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL and the context take 1; the engine's 20 are torch's to its own mind but unmapped while it sleeps."""
+    gpu, memory = FakeGPU(monkeypatch), PhaseMemory()
+    gpu.outside = 1.0
+    gpu.allocate(20)
+    with memory.phase("generate"):
+        gpu.asleep = 20
+    with memory.phase("update"):
+        gpu.allocate(2)
+        with memory.phase("update/actor"):
+            gpu.allocate(30)
+            gpu.allocate(-25)
+        gpu.allocate(4)
+    with memory.phase("sync"):
+        gpu.asleep = 0
+    assert memory.take() == pytest.approx({
+        "memory/generate_gib": 21,  # engine and outside
+        "memory/update/actor_gib": 33,  # 2 + 30 and outside
+        "memory/update_gib": 33,
+        "memory/sync_gib": 32,  # engine, 2 + 5 + 4, outside
+    })  # fmt: skip
+    assert memory.take() == {}
+
+
+def test_a_process_counts_its_resident_set() -> None:
+    memory = PhaseMemory()
+    with memory.phase("update"):
+        block = torch.ones(64 << 18)  # 64 MiB
+    del block
+    with memory.phase("sync"):
+        pass
+    found = memory.take()
+    assert found.keys() == {"memory/update_gib", "memory/sync_gib"}
+    assert found["memory/update_gib"] > 64 / 1024
+
+
+def own_part() -> dict[str, float]:
+    rank = dist.get_rank()
+    return max_over_ranks(
+        {"memory/generate_gib": 1.0 + rank, f"memory/update/{'actor' if rank else 'critic'}_gib": 4.0}
+    )
+
+
+def test_the_largest_rank_counts(world: Callable[..., list[Any]]) -> None:
+    wanted = {"memory/generate_gib": 2.0, "memory/update/actor_gib": 4.0, "memory/update/critic_gib": 4.0}
+    assert world(2, own_part) == [wanted, wanted]
