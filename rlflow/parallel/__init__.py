@@ -1,4 +1,4 @@
-"""Process groups of a role, the device, the CPU shim, seeds, failure reports and shutdown.
+"""Process groups of a role, the device, the CPU shim, seeds, shutdown, and what happens in a fault.
 
 Everything that megatron-core or torch.distributed keep as global state is fenced in here; models and roles build on it.
 """
@@ -13,9 +13,13 @@ with warnings.catch_warnings():
     cpu_shim.install()
     from rlflow.parallel.context import active
     from rlflow.parallel.grid import Grid
-from rlflow.parallel.process import device, initialize, limit_threads, reporting, shutdown
+from rlflow.parallel.failure import reporting
+from rlflow.parallel.process import device, initialize, limit_threads, shutdown
 from rlflow.parallel.seeds import derive_seed
+from rlflow.parallel.watchdog import Watchdog
 
 known_warnings.silence()
 
-__all__ = ["Grid", "active", "derive_seed", "device", "initialize", "limit_threads", "reporting", "shutdown"]
+__all__ = [
+    "Grid", "Watchdog", "active", "derive_seed", "device", "initialize", "limit_threads", "reporting", "shutdown",
+]  # fmt: skip

@@ -1,27 +1,23 @@
-"""The life of one process in a job: device, default process group, failure report and shutdown.
+"""The life of one process in a job: device, default process group and shutdown.
 
-The device is chosen once, on first use. Groups of a role are made by `grid`; nothing here knows about models.
+The device is chosen once, on first use. Groups of a role are made by `grid`, failures are told by `failure` and
+`watchdog`; nothing here knows about models.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import functools
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
-from rlflow.errors import UserError
 from rlflow.parallel import cpu_shim
 from rlflow.parallel.seeds import seed_process
 
-FAILURE_KEY = "rlflow/failures"
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
@@ -82,42 +78,11 @@ def _init_default_group(timeout: datetime.timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
 
 
-@contextlib.contextmanager
-def reporting(phase: Callable[[], str]) -> Iterator[None]:
-    """Print the job's first failure once, with its rank and phase, and leave the process at once with a non-zero code.
-
-    Peers wait in collectives that will never finish; torchrun kills them when it sees this process gone. The exit code
-    is 2 for a mistake of the user's, which is printed without a traceback, and 1 for everything else.
-    """
-    try:
-        yield
-    except BaseException as error:  # the process ends here, whatever it was
-        if isinstance(error, SystemExit) and error.code in (0, None):
-            raise
-        if _first_to_fail():
-            print(_describe(error, phase()), file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(2 if isinstance(error, UserError) else 1)
-
-
-def _first_to_fail() -> bool:
-    """Whether no other rank has reported a failure yet; without a reachable store every rank reports."""
-    if not dist.is_initialized():
-        return True
-    try:
-        return dist.distributed_c10d._get_default_store().add(FAILURE_KEY, 1) == 1
-    except (RuntimeError, dist.DistError):
-        return False  # rank 0, which holds the store, has failed and reported before
-
-
-def _describe(error: BaseException, phase: str) -> str:
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-    if isinstance(error, UserError):
-        return f"error: {error}"
-    if isinstance(error, KeyboardInterrupt):
-        return f"interrupted in phase '{phase}'"
-    trace = "".join(traceback.format_exception(error))
-    return f"{trace}rank {rank} failed in phase '{phase}': {type(error).__name__}: {error}"
+def job_group() -> tuple[dist.ProcessGroup, dist.Store]:
+    """The group of the whole job with its store, also where another one is shown as the default."""
+    world = dist.distributed_c10d._world
+    group = next(iter(world.pg_map))  # the first that was made
+    return group, world.pg_map[group][1]
 
 
 def shutdown() -> None:

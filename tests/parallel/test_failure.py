@@ -1,0 +1,70 @@
+"""A failing rank is named once and ends the job; a mistake has an exit code of its own, lack of memory advice."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlflow.errors import UserError
+from rlflow.parallel import failure
+from tests.parallel import fault_ranks
+
+PATHS = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
+SCRIPT = """
+import torch.distributed as dist
+from rlflow import parallel
+
+parallel.initialize(60, 0)
+with parallel.reporting(lambda: "save"):
+    if dist.get_rank() == 1:
+        raise ValueError("disk full")
+    dist.barrier()
+"""
+
+
+def test_torchrun_ends_all_when_one_rank_fails(tmp_path: Path) -> None:  # cases.md G05
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=ENVIRONMENT)
+    assert done.returncode != 0
+    assert done.stderr.count("rank 1 failed in phase 'save': ValueError: disk full") == 1
+    assert "rank 0 failed" not in done.stderr
+
+
+def test_a_failure_ends_ranks_of_other_machines_too(tmp_path: Path) -> None:
+    """cases.md G05, without an agent that would end rank 0, which is in no collective either."""
+    ended = fault_ranks.run(2, fault_ranks.raise_on_rank_1, MemoryError("no more"), folder=tmp_path)
+    assert ended.codes == [1, 1]
+    assert ended.errors.count("Traceback") == 1
+    assert "rank 1 failed in phase 'update/actor': MemoryError: no more" in ended.errors
+    assert ended.seconds < 30
+
+
+def test_a_users_mistake_is_told_without_a_traceback(tmp_path: Path) -> None:
+    ended = fault_ranks.run(2, fault_ranks.raise_on_rank_1, UserError("rollout.n", "is odd"), folder=tmp_path)
+    assert (ended.codes, ended.errors) == ([1, 2], "error: rollout.n: is odd\n")
+
+
+@pytest.mark.parametrize(
+    ("phase", "keys"),
+    [
+        ("generate", "rollout.kv_cache_gib, rollout.max_num_seqs"),
+        ("update/actor", "micro_batch_tokens and logprob_chunk_tokens of the role"),
+        ("sync", "bridge.bucket_mib, rollout.kv_cache_gib"),
+    ],
+)
+def test_lack_of_memory_names_rank_phase_peak_and_keys(
+    phase: str, keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # cases.md G08
+    monkeypatch.setenv("RANK", "3")
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("x: can't allocate memory: 1 byte")):
+        text = failure._describe(error, phase)
+        assert f"rank 3 failed in phase '{phase}'" in text
+        assert f"rank 3 ran out of memory in phase '{phase}' (the process's peak " in text
+        assert f"lower {keys}; or spread the model over more ranks" in text
+    assert "memory" not in failure._describe(ValueError("disk full"), phase)

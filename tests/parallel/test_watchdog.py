@@ -1,0 +1,51 @@
+"""The job ends before a collective's timeout and says which rank kept the others, and where; long work is no fault."""
+
+from pathlib import Path
+
+from tests.parallel import fault_ranks
+from tests.parallel.fault_ranks import KILLED, run
+
+
+def test_a_rank_that_keeps_the_others_is_named_before_their_timeout(tmp_path: Path) -> None:
+    """cases.md G04: the timeout is 5 s, rank 1's rollout takes 8. gloo's own error, after 5 s, does not come."""
+    ended = run(2, fault_ranks.slow_generate, 5.0, 8.0, folder=tmp_path)
+    assert ended.codes == [1, 1]
+    warning, message = ended.errors.split("the job ends when it is 4 s\n")
+    assert warning.startswith("warning: rank 0 waited 3 s in phase 'exchange' for rank 1\n")
+    assert message.startswith("rank 0 waited 5 s in phase 'exchange' for rank 1\n")
+    assert message.count("rank 1 did not arrive: in phase 'generate' for ") == 1
+    assert "at tests.parallel.fault_ranks.slow_generate:" in message
+    assert "a larger trainer.timeout_seconds" in message
+    assert "Traceback" not in ended.errors
+
+
+def test_a_timeout_above_the_rollouts_time_is_enough(tmp_path: Path) -> None:  # cases.md G04
+    ended = run(2, fault_ranks.slow_generate, 8.0, 2.0, folder=tmp_path)
+    assert (ended.codes, ended.errors) == ([0, 0], "")
+
+
+def test_a_rank_that_hangs_within_a_phase_is_named(tmp_path: Path) -> None:
+    ended = run(2, fault_ranks.hang_in_phase, 4.0, folder=tmp_path)
+    assert ended.codes == [1, 1]
+    assert "rank 1 waited 4 s in phase 'update/critic' for rank 0" in ended.errors
+    assert "rank 0 did not arrive: in phase 'update/critic'" in ended.errors
+    assert "at tests.parallel.fault_ranks.hang_in_phase:" in ended.errors
+
+
+def test_ranks_that_work_long_together_are_no_fault(tmp_path: Path) -> None:
+    ended = run(2, fault_ranks.work_long_together, 1.0, folder=tmp_path)
+    assert (ended.codes, ended.errors) == ([0, 0], "")
+
+
+def test_a_stopped_process_is_named(tmp_path: Path) -> None:
+    ended = run(2, fault_ranks.stop_rank_0, 3.0, folder=tmp_path, stopped=0)
+    assert ended.codes == [KILLED, 1]
+    assert "rank 0 did not arrive: in phase 'generate'" in ended.errors
+    assert "it is stopped or gone" in ended.errors
+
+
+def test_ranks_end_when_the_store_has_gone_with_rank_0(tmp_path: Path) -> None:
+    """They are in no collective, so that nothing else would tell them."""
+    ended = run(2, fault_ranks.lose, 0, folder=tmp_path, own_store=True)
+    assert ended.codes == [KILLED, 1]
+    assert "rank 1 ends in phase 'update': the job's store, at 127.0.0.1:" in ended.errors
