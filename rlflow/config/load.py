@@ -18,7 +18,7 @@ from rlflow.config.convert import Mismatch, Text, build, plain
 from rlflow.config.document import parse, write
 from rlflow.config.faults import Fault, independent, refuse
 from rlflow.config.ranks import ranks_on_node, written_out
-from rlflow.config.roles import follow, is_followed
+from rlflow.config.roles import follow, is_followed, without_idle_sections
 from rlflow.config.schema import Config
 from rlflow.errors import UserError
 
@@ -95,8 +95,8 @@ def resolve(config: Config) -> Config:
 
 
 def dump(config: Config) -> str:
-    """YAML text that loads as an equal configuration, whatever the environment."""
-    return write(_escape(asdict(config)))
+    """YAML text that loads as an equal configuration, whatever the environment; it leaves out roles that are absent."""
+    return write(_escape(without_idle_sections(config, asdict(config))))
 
 
 def _read_sections(tree: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:

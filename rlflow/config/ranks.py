@@ -5,7 +5,7 @@ The written forms become lists before anything is checked, so that nothing else 
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from megatron_bridge.layouts.grid import LARGEST_WORLD
@@ -53,6 +53,17 @@ def expand(text: str, ranks_per_node: int | None) -> list[int]:
     if ranks_per_node is None:
         raise Mismatch("how many ranks a node has is unknown here: write the ranks, or say it by --ranks-per-node")
     return [node * ranks_per_node + place for node in numbers for place in range(ranks_per_node)]
+
+
+def in_short(ranks: Sequence[int]) -> str:
+    """Ascending ranks as text that `expand` reads back, runs of them as ranges."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -6,7 +6,7 @@ A role is a model on a grid of its own; what grids must be like is in `check_gri
 from dataclasses import fields
 from typing import Any
 
-from rlflow.config.schema import Config, Role
+from rlflow.config.schema import Config, Critic, CriticOptimizer, Reference, RewardModel, Role
 
 FOLLOWERS = ("critic", "reference", "reward_model")
 """Sections whose shared keys take the actor's values where they are absent."""
@@ -34,6 +34,16 @@ def follow(tree: dict[str, Any]) -> dict[str, Any]:
     shared = {name: value for name, value in (_keys(tree, "actor") or {}).items() if name in SHARED}
     given = {name: keys for name in FOLLOWERS if (keys := _keys(tree, name)) is not None}
     return {**tree, **{name: {**shared, **keys} for name, keys in given.items()}} if shared else tree
+
+
+def without_idle_sections(config: Config, tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree`, which is `config` as a mapping, without the sections of absent roles that say nothing of their own."""
+    shared = {name: getattr(config.actor, name) for name in SHARED}
+    roles = {"critic": Critic, "reference": Reference, "reward_model": RewardModel}
+    silent = {name: role(**shared) for name, role in roles.items() if name not in role_sections(config)}
+    if "critic" in silent:
+        silent["critic_optimizer"] = CriticOptimizer()
+    return {name: keys for name, keys in tree.items() if name not in silent or getattr(config, name) != silent[name]}
 
 
 def is_followed(path: str, tree: dict[str, Any]) -> bool:

@@ -43,7 +43,7 @@ def test_every_role_on_a_grid_of_its_own(tmp_path: Path) -> None:
     """Actor TP2 × PP2 on four ranks, critic TP1, reference and reward model on the last two."""
     roles = (
         PPO, KL, "actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "actor.ranks=0-3",
-        "critic.ranks=all", "critic.tensor_parallel_size=1", "critic.pipeline_parallel_size=1", "reference.ranks=[4, 5]",
+        "critic.ranks=all", "critic.tensor_parallel_size=1", "critic.pipeline_parallel_size=1", "reference.ranks=4-5",
         "reference.pipeline_parallel_size=1", f"reward_model.path={score_model(tmp_path)}", "reward_model.ranks=4-5",
         "reward_model.pipeline_parallel_size=1", "rollout.ranks=0-3", "trainer.prompts_per_step=9",
     )  # fmt: skip

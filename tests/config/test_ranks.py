@@ -1,5 +1,6 @@
 """Ranks as they may be written, and the lists that they stand for."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from rlflow.config import load
 from rlflow.config.load import interpret
-from rlflow.config.ranks import rank_list
+from rlflow.config.ranks import expand, in_short, rank_list
 from tests.config.examples import write_config
 
 
@@ -63,6 +64,14 @@ def test_torchrun_says_how_many_ranks_a_node_has(tmp_path: Path, monkeypatch: py
     assert config.rollout.ranks == (2, 3)
     config = load(write_config(tmp_path), ["rollout.ranks=node 1"], world_size=4, ranks_per_node=1)
     assert config.rollout.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("listed", "short"), [([3], "3"), ([0, 1], "0-1"), ([0, 1, 2, 5, 7, 8], "0-2,5,7-8"), (range(16), "0-15")]
+)
+def test_lists_in_short(listed: Sequence[int], short: str) -> None:
+    assert in_short(listed) == short
+    assert expand(short, None) == list(listed)
 
 
 def test_all_of_an_unknown_number() -> None:

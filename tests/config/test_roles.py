@@ -36,9 +36,18 @@ def test_absent_keys_take_the_actors_values() -> None:
 
 
 def test_a_saved_configuration_keeps_what_was_taken() -> None:
-    config = interpreted(actor={"tensor_parallel_size": 4}, critic={"pipeline_parallel_size": 2})
+    config = interpreted("algorithm.advantage=gae", actor={"tensor_parallel_size": 4}, reference={"update_every": 2})
     assert interpret(parse(dump(config))) == (config, [])
-    assert parse(dump(config))["reference"]["tensor_parallel_size"] == 4
+    assert parse(dump(config))["critic"]["tensor_parallel_size"] == 4
+
+
+def test_a_saved_configuration_has_no_sections_of_absent_roles() -> None:
+    """So that another actor's grid, given to a saved configuration, is no key that nothing reads."""
+    config = interpreted(actor={"tensor_parallel_size": 4}, reference={"update_every": 2})
+    saved = parse(dump(config))
+    assert not {"critic", "critic_optimizer", "reward_model"} & saved.keys()
+    assert saved["reference"]["update_every"] == 2
+    assert interpret(saved) == (config, [])
 
 
 def test_sections_may_be_given_as_text() -> None:
