@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,11 @@ def train(config: Config) -> int:
     """Train, evaluate, save and export; returns the exit code."""
     run: online.Run | None = None
     with parallel.reporting(lambda: run.tracker.running if run else "start"):
-        run = assemble(config)
-        online.train(run)
-        online.finish(run)
+        start(config)
+        with parallel.Watchdog(config.trainer.timeout_seconds) as watchdog:
+            run = assemble(config, watchdog.enter)
+            online.train(run)
+            online.finish(run)
         if is_main(config):
             show(Path(config.trainer.output_dir))
         stop(run.rollout)
@@ -89,9 +91,11 @@ def generate(config: Config, prompts: Sequence[str]) -> int:
     return 0
 
 
-def assemble(config: Config) -> online.Run:
-    """Build every part of a training run and bring it to where it starts, or goes on from a checkpoint. Collective."""
-    start(config)
+def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None) -> online.Run:
+    """Build every part of a training run and bring it to where it starts, or goes on from a checkpoint. Collective.
+
+    The process must be one of the job's (`start`). `entered` is told which phase the run is in.
+    """
     save_config(config)
     architecture = load_architecture(config.model.path)
     announce(config, architecture)
@@ -114,7 +118,7 @@ def assemble(config: Config) -> online.Run:
         roles=build_roles(config, architecture, placement.train),
         objective=objective(config.algorithm),
         value_objective=ValueObjective(config.critic.value_clip),
-        tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps),
+        tracker=Tracker(config, config.trainer.output_dir, is_main(config), steps, entered),
         checkpoints=checkpoints,
         state=State(kl_coef=config.algorithm.kl_coef),
     )

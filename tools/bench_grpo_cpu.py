@@ -136,6 +136,7 @@ def prepare(folder: Path, work: argparse.Namespace) -> dict[str, Any]:
 def measure(work: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the work with rlflow; CPU-seconds are medians over the steps after the warm-up."""
     config = assemble(prepare(folder, work), world_size=1)
+    job.start(config)
     run = job.assemble(config)
     run.tracker = ProcessorTracker(config, config.trainer.output_dir, True, run.steps)
     online.train(run)
