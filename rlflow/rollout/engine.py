@@ -5,10 +5,11 @@ with a key-value cache of older weights. How weights are written and tokens samp
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from rlflow.batch.sample import Prompt, Sample
+from rlflow.rollout.timing import Generation
 
 
 class RolloutEngine(Protocol):
@@ -19,10 +20,19 @@ class RolloutEngine(Protocol):
         """The number of complete weight syncs so far."""
         ...
 
+    @property
+    def generation(self) -> Generation | None:
+        """Time and tokens of the last `generate`, on the rank of each replica that returns its samples."""
+        ...
+
     def generate(
-        self, prompts: list[Prompt], *, n: int, temperature: float, step: int, greedy: bool = False
-    ) -> list[Sample]:
-        """n responses to each prompt. All ranks pass the same prompts; a response is returned on one rank only."""
+        self, prompts: list[Prompt], *, n: int, temperature: float, step: int, greedy: bool = False,
+        expected: Sequence[float] | None = None,
+    ) -> list[Sample]:  # fmt: skip
+        """n responses to each prompt, expected to have so many tokens each.
+
+        All ranks pass the same prompts and expectations; a response is returned on one rank only.
+        """
         ...
 
     def sync(self, layout: Any, tensors: dict[str, Any]) -> Any:

@@ -4,7 +4,8 @@ Every rank of the job builds a `VLLMRollout` and calls it alike; ranks outside `
 moves where is planned and carried out by megatron_bridge; when which call is allowed is `engine.Lifecycle`'s.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from rlflow.rollout import sampling
 from rlflow.rollout.engine import Lifecycle
 from rlflow.rollout.seeds import engine_seed, seeded_generators
 from rlflow.rollout.shares import split
+from rlflow.rollout.timing import Generation
 from rlflow.rollout.vllm_process import start
 from rlflow.rollout.weights import WeightReceiver
 from rlflow.rollout.world import Replicas, rollout_ranks, vllm_world
@@ -70,6 +72,8 @@ class VLLMRollout:
                     architecture, model_path, config, dtype=config.dtype or dtype,
                     timeout_seconds=int(timeout_seconds), on_gpu=on_gpu,
                 )  # fmt: skip
+        # Of the last `generate`, on the rank that returns a replica's samples.
+        self.generation: Generation | None = None
         self._lifecycle = Lifecycle(self._llm, config.sleep_level if on_gpu else 0)
         self._weights = WeightReceiver(
             layout, self._llm, getattr(torch, config.dtype or dtype), bucket_bytes, startup_proof=prove,
@@ -100,8 +104,9 @@ class VLLMRollout:
         return self._lifecycle.version
 
     def generate(
-        self, prompts: list[Prompt], *, n: int, temperature: float, step: int, greedy: bool = False, min_tokens: int = 0
-    ) -> list[Sample]:
+        self, prompts: list[Prompt], *, n: int, temperature: float, step: int, greedy: bool = False,
+        min_tokens: int = 0, expected: Sequence[float] | None = None,
+    ) -> list[Sample]:  # fmt: skip
         """n responses to each prompt; every rank passes the same global list.
 
         Args:
@@ -111,6 +116,9 @@ class VLLMRollout:
                 weights give the same logits, which in bfloat16 a prompt that is still cached does not promise.
             greedy: take the likeliest token each time (evaluation).
             min_tokens: tokens before a stop id may be sampled.
+            expected: tokens that each prompt's responses are expected to have, the same on all ranks, by which replicas
+                share the work; None: all alike. In deterministic mode it is not used, so that no sample's neighbours in
+                a forward depend on what was sampled before.
 
         Returns:
             This replica's samples in prompt order on its first rank, [] on all other ranks.
@@ -123,10 +131,12 @@ class VLLMRollout:
         sampling.check_lengths(prompts, self._config.max_prompt_length)
         if self._llm is None or self.replica is None:
             return []
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        shares = split(lengths, n, self._config.max_response_length, self.replicas.count)[self.replica]
+        limit, lengths = self._config.max_response_length, [len(prompt.token_ids) for prompt in prompts]
+        foreseen = limit if expected is None or self._config.deterministic else expected
+        shares = split(lengths, n, foreseen, self.replicas.count)[self.replica]
         wanted = sampling.requests(prompts, shares, self._seed, step, self._config.deterministic and not greedy)
         how = sampling.choose(self._config, self._architecture.eos_token_ids, temperature, greedy, min_tokens)
+        begin = time.perf_counter()
         with seeded_generators(engine_seed(self._seed, step, self.replica)):
             outputs = self._llm.generate(
                 [{"prompt_token_ids": request.prompt.token_ids} for request in wanted],
@@ -135,6 +145,8 @@ class VLLMRollout:
             )
         if not self.owns_samples:
             return []
+        tokens = sum(len(response.token_ids) for output in outputs for response in output.outputs)
+        self.generation = Generation(time.perf_counter() - begin, tokens)
         return sampling.samples(wanted, outputs, self._tokenizer, self.version)
 
     def sync(self, layout: "Layout", tensors: Mapping[str, torch.Tensor]) -> "Traffic":

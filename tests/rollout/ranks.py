@@ -24,6 +24,7 @@ from rlflow.batch.batch import Batch
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.config.schema import Rollout
 from rlflow.rollout.engine import NotReady
+from rlflow.rollout.timing import Generation
 from rlflow.rollout.vllm_engine import VLLMRollout
 
 PROMPT, RESPONSE, TIMEOUT = 48, 16, 77
@@ -108,6 +109,7 @@ class Alone:
     sampled: dict[str, Keys] = field(default_factory=dict)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     greedy_is_argmax: bool = False
+    generation: Generation | None = None
     versions: list[int] = field(default_factory=list)
 
 
@@ -158,7 +160,7 @@ def alone(folder: Path) -> Alone:
 def _sample(seen: Alone, rollout: VLLMRollout, model: torch.nn.Module) -> None:
     samples = rollout.generate(prompts(), n=3, temperature=0.7, step=2)
     seen.gaps["first sync"] = gap(model, samples, 0.7)
-    seen.samples["step 2"] = samples
+    seen.samples["step 2"], seen.generation = samples, rollout.generation
     seen.sampled["step 3"] = keys(rollout.generate(prompts(), n=3, temperature=0.7, step=3))
     seen.sampled["step 2 again"] = keys(rollout.generate(prompts(), n=3, temperature=0.7, step=2))
     greedy = rollout.generate(prompts(), n=1, temperature=1.0, step=0, greedy=True)

@@ -59,6 +59,12 @@ def test_greedy_takes_the_likeliest_token(alone: Alone) -> None:
     assert alone.greedy_is_argmax
 
 
+def test_a_replica_counts_its_tokens_and_seconds(alone: Alone) -> None:
+    assert alone.generation is not None
+    assert alone.generation.tokens == sum(len(sample.response_ids) for sample in alone.samples["step 2"])
+    assert alone.generation.seconds > 0
+
+
 def test_a_step_always_samples_the_same_and_another_step_something_else(alone: Alone) -> None:
     """cases.md C03: reproducible on a rerun, and the 32 responses to a prompt are drawn independently."""
     first = ranks.keys(alone.samples["step 2"])
