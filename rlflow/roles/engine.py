@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,7 +214,7 @@ class Engine:
 
         Chunks of a pipeline take turns in rounds of as many micro-batches as there are stages: only whole rounds.
         """
-        sizes = batch.sizes()
+        sizes = replace(batch.sizes(), context=self.grid.cp, with_last=with_last)
         rounds = self.grid.pp if len(self.chunks) > 1 else 1
         plan = partial(
             plan_micro_batches, sizes, self.micro_batch_tokens, share_prompts=self.share_prompts,
