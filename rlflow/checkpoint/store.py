@@ -4,7 +4,8 @@ One rank makes and publishes the folder while the others wait, so that a checkpo
 """
 
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rlflow.checkpoint import folders, weights
 from rlflow.errors import UserError
+from rlflow.parallel.sub_world import agree_on_group_names
 from rlflow.roles.engine import Engine
 
 STATE, RNG = "trainer.pt", "rng_{rank}.pt"
@@ -22,27 +24,36 @@ STATE, RNG = "trainer.pt", "rng_{rank}.pt"
 
 @dataclass
 class State:
-    """What changes during a run besides weights, optimizer and RNGs."""
+    """What changes during a run besides weights, optimizers and RNGs."""
 
     step: int = 0  # steps that are done
-    updates: int = 0  # optimizer steps that are done
+    updates: dict[str, int] = field(default_factory=dict)  # optimizer steps that are done, by role
     loader: dict[str, Any] | None = None  # position in the data
+    kl_coef: float = 0.0  # the weight of the KL divergence, which a controller may change
+    lengths: dict[str, Any] = field(default_factory=dict)  # what the rollout expects of prompts that it has answered
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. All methods are collective over the job."""
+    """The checkpoints of one run folder. All methods are collective over the job.
+
+    What is saved and restored are engines by their role's name: all that training changes. Each is written by the ranks
+    of its own grid, wherever they are, so that engines on disjoint ranks are written at the same time.
+    """
 
     def __init__(self, root: Path, keep: int) -> None:
         self.root, self.keep = root, keep
 
-    def save(self, engine: Engine, state: State) -> Path:
+    def save(self, engines: Mapping[str, Engine], state: State) -> Path:
         """Write step `state.step`; visible under its final name only when every rank has written."""
         rank = dist.get_rank()
         partial = folders.folder_of(self.root, state.step).with_suffix(folders.PARTIAL)
         if rank == 0:
             folders.begin(self.root, state.step)
         dist.barrier()
-        weights.save(engine, partial / "actor")
+        for name, engine in engines.items():
+            if engine.grid.is_member:
+                weights.save(engine, partial / name)
+        agree_on_group_names()
         torch.save(_random_states(), partial / RNG.format(rank=rank))
         if rank == 0:
             torch.save(asdict(state), partial / STATE)
@@ -66,10 +77,18 @@ class Checkpoints:
         dist.broadcast_object_list(found, src=0)
         return None if found[0] is None else folders.folder_of(self.root, found[0])
 
-    def load(self, engine: Engine, folder: Path) -> State:
-        """Restore the engine and this rank's RNGs; a rank that the writing job did not have keeps its fresh ones."""
+    def load(self, engines: Mapping[str, Engine], folder: Path) -> State:
+        """Restore the engines and this rank's RNGs; a rank that the writing job did not have keeps its fresh ones.
+
+        Raises UserError where the folder has nothing of an engine: it is another kind of run's.
+        """
+        if missing := [name for name in engines if not (folder / name).is_dir()]:
+            raise UserError("trainer.resume", f"{folder} holds no {' and no '.join(missing)}, which this run trains")
         state = State(**torch.load(folder / STATE, weights_only=True))
-        weights.load(engine, folder / "actor", state.updates)
+        for name, engine in engines.items():
+            if engine.grid.is_member:
+                weights.load(engine, folder / name, state.updates.get(name, 0))
+        agree_on_group_names()
         own = folder / RNG.format(rank=dist.get_rank())
         if own.exists():
             _set_random_states(torch.load(own, weights_only=False))

@@ -1,6 +1,8 @@
 """An engine's weights and optimizer as a megatron-core distributed checkpoint (torch_dist).
 
-The optimizer's state is written in the shape of the parameters ("fully reshardable"): it loads on another layout.
+The optimizer's state is written in the shape of the parameters ("fully reshardable"): it loads on another layout. Of a
+frozen engine only the weights are written. megatron-core takes the default process group for the ranks that write and
+read; what it is shown as such are the ranks of the engine's grid.
 """
 
 import contextlib
@@ -13,42 +15,56 @@ import torch
 from megatron.core import dist_checkpointing
 
 from rlflow.parallel import active
+from rlflow.parallel.sub_world import sub_world
 from rlflow.roles.engine import Engine
 from rlflow.roles.training import Training
 
 
 def save(engine: Engine, folder: Path) -> None:
-    """Write the engine's shards; every rank of the engine's grid calls it with the same folder."""
+    """Write the engine's shards; every rank of the engine's grid calls it with the same folder, no other does."""
     folder.mkdir(parents=True, exist_ok=True)
-    training = _training(engine)
-    training.gather_parameters()
-    with active(engine.grid):
-        model = engine.model.sharded_state_dict(metadata=_metadata(engine))
-        optimizer = training.optimizer.sharded_state_dict(model, metadata=_metadata(engine))
-        dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(folder))
+    if engine.training is not None:
+        engine.training.gather_parameters()
+    shards = _shards(engine, is_loading=False)
+    with sub_world(engine.grid.everyone):
+        dist_checkpointing.save(shards, str(folder))
 
 
 def load(engine: Engine, folder: Path, updates: int) -> None:
-    """Read the engine's shards, whatever layout wrote them. `updates`: optimizer steps taken so far."""
-    training = _training(engine)
-    _prepare_moments(training)
+    """Read the engine's shards, whatever layout wrote them. `updates`: optimizer steps that it has taken.
+
+    Every rank of the engine's grid calls it, no other does.
+    """
+    training = engine.training
+    if training is not None:
+        _prepare_moments(training)
+    shards = _shards(engine, is_loading=True)
+    with sub_world(engine.grid.everyone):
+        state = dist_checkpointing.load(shards, str(folder))
     with active(engine.grid):
-        model = engine.model.sharded_state_dict(metadata=_metadata(engine))
-        optimizer = training.optimizer.sharded_state_dict(model, is_loading=True, metadata=_metadata(engine))
-        state = dist_checkpointing.load({"model": model, "optimizer": optimizer}, str(folder))
-        engine.model.load_state_dict(state["model"])
-        with _steps_kept(training):
-            training.optimizer.load_state_dict(state["optimizer"])
-    _restore_step_counts(training, updates)
+        for name, chunk in _chunks(engine).items():
+            chunk.load_state_dict(state[name])
+        if training is not None:
+            with _steps_kept(training):
+                training.optimizer.load_state_dict(state["optimizer"])
+    if training is not None:
+        _restore_step_counts(training, updates)
 
 
-def _training(engine: Engine) -> Training:
-    assert engine.training is not None, "a frozen engine has nothing to save"
-    return engine.training
+def _chunks(engine: Engine) -> dict[str, Any]:
+    """The rank's stage of the model, or its virtual stages, by their names in a state."""
+    return {f"chunk {number}": chunk for number, chunk in enumerate(engine.chunks)}
 
 
-def _metadata(engine: Engine) -> dict[str, Any]:
-    return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.grid.groups.dp_cp}
+def _shards(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
+    """What megatron writes, or is to fill: which part of which tensor each of this rank's tensors is."""
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": engine.grid.groups.dp_cp}
+    with active(engine.grid):
+        shards = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(engine).items()}
+        if engine.training is not None:
+            optimizer = engine.training.optimizer
+            shards["optimizer"] = optimizer.sharded_state_dict(dict(shards), is_loading=is_loading, metadata=metadata)
+    return shards
 
 
 def _optimizers(training: Training) -> list[Any]:

@@ -84,6 +84,7 @@ class Grid:
         self.parallel_state: dict[str, Any] | None = None
         self.rng_states: dict[str, Any] | None = None
         self.groups = self._make_groups()
+        self.everyone = self._make_group_of_all()
 
     def _expert_sizes(self, expert: int, tensor: int) -> dict[str, int]:
         stage = len(self.ranks) // self.sizes["pp"]
@@ -187,3 +188,10 @@ class Grid:
         # megatron 0.19 can shard weights along one more dimension; its grouped experts ask even where there is none
         groups.expt_gtp_remat, groups.expt_dp_gtp_remat = None, groups.expt_dp
         return groups
+
+    def _make_group_of_all(self) -> dist.ProcessGroup | None:
+        """All ranks of the grid in ascending order; None on the others."""
+        if len(self.ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        group, _ = dist.new_subgroups_by_enumeration([sorted(self.ranks)], timeout=self._timeout)
+        return group

@@ -18,8 +18,8 @@ from megatron_bridge import compat
 from megatron_bridge.families.architecture import Architecture
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
+from rlflow.parallel.sub_world import restore_environment
 from rlflow.rollout.seeds import preserved_generators
-from rlflow.rollout.world import restore_environment
 
 if TYPE_CHECKING:
     from vllm import LLM

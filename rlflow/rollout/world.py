@@ -6,16 +6,14 @@ others for ever. `vllm_world` shows it the subset as if it were everything; noth
 
 import contextlib
 import datetime
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from rlflow.errors import UserError
+from rlflow.parallel.sub_world import agree_on_group_names, sub_world
 
 
 @dataclass(frozen=True)
@@ -65,50 +63,16 @@ def vllm_world(ranks: tuple[int, ...], timeout_seconds: float) -> Iterator[bool]
     """Inside, the default process group of a rollout rank holds `ranks` alone; yields whether this rank is one.
 
     Ranks that do not ascend are numbered as they are listed, which needs `compat.has_unsorted_groups()`. Every rank of
-    the job must enter. Groups made inside exist on the members only. torch names groups by a counter, so
-    the counters are set to the largest afterwards: setting them back would give a name twice.
+    the job must enter. Groups made inside exist on the members only.
     """
     if ranks == tuple(range(dist.get_world_size())):
         yield True
         return
     unsorted: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds), **unsorted)
-    rank = dist.get_rank()
-    if rank in ranks:
-        with _default_group(group), _environment(RANK=ranks.index(rank), WORLD_SIZE=len(ranks)):
+    if dist.get_rank() in ranks:
+        with sub_world(group):
             yield True
     else:
         yield False
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    named = torch.tensor([c10d._world.group_count], device=device)
-    dist.all_reduce(named, op=dist.ReduceOp.MAX)
-    c10d._world.group_count = int(named.item())
-
-
-@contextlib.contextmanager
-def _default_group(group: dist.ProcessGroup) -> Iterator[None]:
-    world = c10d.GroupMember.WORLD
-    c10d.GroupMember.WORLD = group
-    try:
-        yield
-    finally:
-        c10d.GroupMember.WORLD = world
-
-
-@contextlib.contextmanager
-def _environment(**values: object) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        restore_environment(before)
-
-
-def restore_environment(before: dict[str, str | None]) -> None:
-    """Give environment variables the values they had, None meaning unset."""
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    agree_on_group_names()

@@ -133,7 +133,7 @@ def _train_and_save(model: Path, root: Path) -> None:
 
     engine = _engine(model, {"tensor": 2}, torch.float32)
     _step(engine, 0)
-    Checkpoints(root, keep=0).save(engine, State(step=1, updates=1))
+    Checkpoints(root, keep=0).save({"actor": engine}, State(step=1, updates={"actor": 1}))
     engine.export_hf(model, root / "exported")
 
 
@@ -166,7 +166,7 @@ def _save_policies(models: list[Path], root: Path) -> None:
         (root / model.name).mkdir(exist_ok=True)
         dist.barrier()
         with parallel.active(grid):
-            state = {"model": engine.model.sharded_state_dict(metadata={"dp_cp_group": grid.groups.dp_cp})}
+            state = {"model": engine.chunks[0].sharded_state_dict(metadata={"dp_cp_group": grid.groups.dp_cp})}
             dist_checkpointing.save(state, str(root / model.name))
 
 

@@ -1,5 +1,6 @@
 """A checkpoint holds all that training depends on: the next step is that of the run that was never stopped."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ def _batch(seed: int, grid: Any) -> Any:
             "weights": weights,
         },
     )
-    return batch.select(list(range(4))[grid.replica(grid.rank) :: grid.dp])
+    return batch.select(list(range(4))[grid.replica(grid.rank) :: grid.dp] if grid.is_member else [])
 
 
-def _engine(model: Path, grid: dict[str, int], dtype: torch.dtype) -> Any:
+def _engine(model: Path, grid: dict[str, Any], dtype: torch.dtype, *, trained: bool = True) -> Any:
     from megatron_bridge.families import load_architecture
     from rlflow import parallel
     from rlflow.config.schema import Optimizer
@@ -50,7 +51,7 @@ def _engine(model: Path, grid: dict[str, int], dtype: torch.dtype) -> Any:
         parallel.Grid(**grid, timeout_seconds=60),
         dtype=dtype,
         micro_batch_tokens=64,
-        optimizer=Optimizer(lr=1e-2),
+        optimizer=Optimizer(lr=1e-2) if trained else None,
     )
     engine.load_hf(model)
     return engine
@@ -69,7 +70,8 @@ def _train_and_save(model: Path, grid: dict[str, int], root: Path, dtype: torch.
     engine = _engine(model, grid, dtype)
     for number in range(2):
         _step(engine, number)
-    Checkpoints(root, keep=2).save(engine, State(step=2, updates=2, loader={"position": 8}))
+    state = State(step=2, updates={"actor": 2}, loader={"position": 8}, kl_coef=0.05, lengths={"mean": 7.5})
+    Checkpoints(root, keep=2).save({"actor": engine}, state)
     return _step(engine, 2)
 
 
@@ -80,8 +82,14 @@ def _load_and_train(model: Path, grid: dict[str, int], root: Path, dtype: torch.
     checkpoints = Checkpoints(root, keep=2)
     folder = checkpoints.find("auto")
     assert folder is not None
-    state = checkpoints.load(engine, folder)
+    state = checkpoints.load({"actor": engine}, folder)
     return state, _step(engine, 2)
+
+
+def _told(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The metrics of the one rank of a grid that has them."""
+    (found,) = (each for each in metrics if each)
+    return found
 
 
 @pytest.mark.parametrize(("ranks", "grid", "later_ranks", "later_grid"), LAYOUTS)
@@ -89,21 +97,101 @@ def test_the_next_step_is_that_of_the_unbroken_run(  # cases.md F10
     world: World, tiny_model: Any, tmp_path: Path, ranks: int, grid: Any, later_ranks: int, later_grid: Any
 ) -> None:
     model = tiny_model("qwen2")
-    unbroken = world(ranks, _train_and_save, model, grid, tmp_path, torch.float32)[0]
-    state, resumed = world(later_ranks, _load_and_train, model, later_grid, tmp_path, torch.float32)[0]
-    assert (state.step, state.updates, state.loader) == (2, 2, {"position": 8})
+    unbroken = _told(world(ranks, _train_and_save, model, grid, tmp_path, torch.float32))
+    found = world(later_ranks, _load_and_train, model, later_grid, tmp_path, torch.float32)
+    state, resumed = found[0][0], _told([metrics for _, metrics in found])
+    assert (state.step, state.updates, state.loader) == (2, {"actor": 2}, {"position": 8})
+    assert (state.kl_coef, state.lengths) == (0.05, {"mean": 7.5})
     tolerance = 0.0 if (ranks, grid) == (later_ranks, later_grid) else 1e-5
-    for name in ("loss", "actor/grad_norm"):
+    for name in ("loss", "engine/grad_norm"):
         assert resumed[name] == pytest.approx(unbroken[name], rel=tolerance, abs=tolerance)
 
 
 def test_experts_are_resumed_where_they_now_lie(world: World, tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[])
-    unbroken = world(2, _train_and_save, model, {"expert": 2}, tmp_path, torch.float32)[0]
+    unbroken = _told(world(2, _train_and_save, model, {"expert": 2}, tmp_path, torch.float32))
     for grid in ({"expert": 2}, {"expert": 1}, {"pipeline": 2}):
-        _, resumed = world(2, _load_and_train, model, grid, tmp_path, torch.float32)[0]
-        for name in ("loss", "actor/grad_norm"):
+        resumed = _told([metrics for _, metrics in world(2, _load_and_train, model, grid, tmp_path, torch.float32)])
+        for name in ("loss", "engine/grad_norm"):
             assert resumed[name] == pytest.approx(unbroken[name], rel=1e-5, abs=1e-5)
+
+
+ROLES = [  # grids of actor and critic in a job, and in the one that goes on
+    (3, {"ranks": [0, 2], "tensor": 2}, {"ranks": [1]}, 3, {"ranks": [0, 2], "tensor": 2}, {"ranks": [1]}),
+    (3, {"ranks": [1, 2]}, {"ranks": [0, 1], "pipeline": 2}, 2, {"ranks": [1]}, {}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "actor", "critic", "later_ranks", "later_actor", "later_critic"), ROLES)
+def test_roles_are_resumed_wherever_they_were_and_are(  # cases.md F10
+    world: World, tiny_model: Any, tmp_path: Path, ranks: int, actor: Any, critic: Any, later_ranks: int,
+    later_actor: Any, later_critic: Any,
+) -> None:  # fmt: skip
+    models = tiny_model("qwen2"), tiny_model("llama")
+    unbroken = world(ranks, _train_roles, models, (actor, critic), tmp_path, False)
+    resumed = world(later_ranks, _train_roles, models, (later_actor, later_critic), tmp_path, True)
+    tolerance = 0.0 if (actor, critic) == (later_actor, later_critic) else 1e-5
+    for role in range(2):
+        expected, found = (_told([result[role] for result in results]) for results in (unbroken, resumed))
+        for name in ("loss", "engine/grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance)
+
+
+def _train_roles(models: tuple[Path, Path], grids: Any, root: Path, resume: bool) -> list[dict[str, float]]:
+    """Two steps of one role and one of another, a checkpoint, and the metrics of a further step of each."""
+    from rlflow.checkpoint import Checkpoints, State
+
+    engines = dict(zip(("actor", "critic"), map(_engine, models, grids, [torch.float32] * 2), strict=True))
+    checkpoints = Checkpoints(root, keep=2)
+    if resume:
+        folder = checkpoints.find("auto")
+        assert folder is not None
+        assert checkpoints.load(engines, folder).updates == {"actor": 2, "critic": 1}
+    else:
+        for role, count in (("actor", 2), ("critic", 1)):
+            for number in range(count):
+                _step(engines[role], number)
+        checkpoints.save(engines, State(step=2, updates={"actor": 2, "critic": 1}))
+    return [_step(engine, 2) for engine in engines.values()]
+
+
+def test_a_run_with_a_critic_does_not_go_on_from_one_without(world: World, tiny_model: Any, tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    world(1, _train_and_save, model, {}, tmp_path, torch.float32)
+    world(1, _load_with_critic, model, tmp_path)
+
+
+def _load_with_critic(model: Path, root: Path) -> None:
+    from rlflow.checkpoint import Checkpoints
+    from rlflow.errors import UserError
+
+    engines = {name: _engine(model, {}, torch.float32) for name in ("actor", "critic")}
+    checkpoints = Checkpoints(root, keep=2)
+    folder = checkpoints.find("auto")
+    assert folder is not None
+    with pytest.raises(UserError, match="step_000002 holds no critic, which this run trains"):
+        checkpoints.load(engines, folder)
+
+
+def test_a_frozen_engine_is_saved_without_an_optimizer(world: World, tiny_model: Any, tmp_path: Path) -> None:
+    world(2, _save_and_load_frozen, tiny_model("qwen2"), tmp_path)
+
+
+def _save_and_load_frozen(model: Path, root: Path) -> None:
+    """On one rank of two: what was changed comes back."""
+    from rlflow.checkpoint import Checkpoints, State
+
+    engine = _engine(model, {"ranks": [1]}, torch.float32, trained=False)
+    checkpoints = Checkpoints(root, keep=2)
+    weights = engine.parameters_by_name()
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.mul_(1.5)
+    saved = {name: weight.clone() for name, weight in weights.items()}
+    folder = checkpoints.save({"reference": engine}, State(step=1))
+    engine.load_hf(model)
+    checkpoints.load({"reference": engine}, folder)
+    assert all(torch.equal(weight, saved[name]) for name, weight in engine.parameters_by_name().items())
 
 
 def test_bfloat16_keeps_its_float32_main_parameters(world: World, tiny_model: Any, tmp_path: Path) -> None:
