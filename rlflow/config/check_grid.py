@@ -10,6 +10,7 @@ from functools import cache
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts.grid import expert_sizes, gathers_in_order, shares_stages
 from rlflow.config.faults import Fault
+from rlflow.config.roles import data_parallel_size, replica_size
 from rlflow.config.schema import Role
 
 DIMENSIONS = ("tp", "cp", "ep", "dp", "pp")
@@ -36,16 +37,6 @@ def grid_faults(section: str, role: Role, arch: Architecture | None, ranks: int 
         yield from _tensor_faults(section, role, arch)
         yield from _pipeline_faults(section, role, arch)
         yield from _expert_faults(section, role, arch, ranks)
-
-
-def block(role: Role) -> int:
-    """Ranks of one replica of a role."""
-    return role.tensor_parallel_size * role.context_parallel_size * role.pipeline_parallel_size
-
-
-def data_parallel_size(role: Role, ranks: int | None) -> int | None:
-    """Replicas of a role; None where the number of its ranks is unknown or no multiple of one replica."""
-    return ranks // block(role) if ranks is not None and block(role) > 0 and ranks % block(role) == 0 else None
 
 
 def has_order(role: Role) -> bool:
@@ -92,7 +83,7 @@ def closest(size: int, valid: Sequence[int]) -> str:
 
 
 def _block_faults(section: str, role: Role, ranks: int) -> Iterator[Fault]:
-    size = block(role)
+    size = replica_size(role)
     if size > 0 and ranks % size:
         dimensions = "TP × CP × PP" if role.context_parallel_size > 1 else "TP × PP"
         rule = f"{ranks} ranks do not divide into blocks of {dimensions} = {size}"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from megatron_bridge.families import Architecture, load_architecture
 from rlflow.config.check_files import vocabulary_difference
-from rlflow.config.check_grid import CP, EP, ETP, PP, SIZES, TP, data_parallel_size, grid_faults
+from rlflow.config.check_grid import CP, EP, ETP, PP, SIZES, TP, grid_faults
 from rlflow.config.check_rollout import rank_faults
 from rlflow.config.faults import Fault
 from rlflow.config.nearest_grids import change_words, nearest_grids
 from rlflow.config.ranks import rank_list
-from rlflow.config.roles import FOLLOWERS, role_path, role_sections
+from rlflow.config.roles import FOLLOWERS, data_parallel_size, role_path, role_sections
 from rlflow.config.schema import Actor, Config, Critic, Role
 from rlflow.errors import UserError
 from rlflow.limits import model_limits

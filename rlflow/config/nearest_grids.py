@@ -8,7 +8,8 @@ from dataclasses import replace
 from math import log2
 
 from megatron_bridge.families import Architecture
-from rlflow.config.check_grid import SIZES, block, data_parallel_size, divisors, grid_faults, has_order, tensor_sizes
+from rlflow.config.check_grid import SIZES, divisors, grid_faults, has_order, tensor_sizes
+from rlflow.config.roles import data_parallel_size, replica_size
 from rlflow.config.schema import Role
 
 
@@ -23,7 +24,7 @@ def nearest_grids(
     batch divides over it; grids that it refuses are taken only if there are no others.
     """
     valid = [role for role in _candidates(asked, arch, ranks) if not any(grid_faults("role", role, arch, ranks))]
-    suitable = [role for role in valid if suits(ranks // block(role))]
+    suitable = [role for role in valid if suits(ranks // replica_size(role))]
     return sorted(suitable or valid, key=lambda role: (_distance(asked, role), *_preference(asked, role)))[:most]
 
 
@@ -84,5 +85,5 @@ def _distance(asked: Role, other: Role) -> float:
 
 
 def _preference(asked: Role, other: Role) -> tuple[int, ...]:
-    sizes = (block(other), *(getattr(other, name) or 1 for name in SIZES))
+    sizes = (replica_size(other), *(getattr(other, name) or 1 for name in SIZES))
     return (asked.sequence_parallel != other.sequence_parallel, *(-size for size in sizes))

@@ -29,6 +29,17 @@ def role_path(config: Config, name: str) -> str:
     return (None if name == "actor" else getattr(config, name).path) or config.model.path
 
 
+def replica_size(role: Role) -> int:
+    """Ranks of one replica of a role."""
+    return role.tensor_parallel_size * role.context_parallel_size * role.pipeline_parallel_size
+
+
+def data_parallel_size(role: Role, ranks: int | None) -> int | None:
+    """Replicas of a role on so many ranks; None where that is unknown or no multiple of one replica."""
+    size = replica_size(role)
+    return ranks // size if ranks is not None and size > 0 and ranks % size == 0 else None
+
+
 def follow(tree: dict[str, Any]) -> dict[str, Any]:
     """The sections of a file with the actor's values where a follower does not give a shared key itself."""
     shared = {name: value for name, value in (_keys(tree, "actor") or {}).items() if name in SHARED}

@@ -10,6 +10,7 @@ from megatron_bridge import compat
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import MegatronLayout, VLLMLayout
 from megatron_bridge.placement import Placement, align, natural
+from rlflow.config.roles import replica_size
 from rlflow.config.schema import Config
 from rlflow.rollout.world import rollout_ranks
 
@@ -23,15 +24,18 @@ def choose(
 ) -> Placement:
     """The trainer's and the rollout's layouts of a job; `stages` are the layers of each pipeline stage.
 
+    Virtual stages have equally many layers each, whatever `stages` are.
+
     Every rank chooses the same. Engines are numbered anew only where torch can make groups in any order, and their
     first rank stays the first: it is the one that shows samples.
     """
     actor, rollout = config.actor, config.rollout
     ranks = rollout_ranks(actor.ranks, world_size)
-    block = actor.tensor_parallel_size * actor.pipeline_parallel_size
+    vpp = actor.virtual_pipeline_parallel_size
     train = MegatronLayout(
-        architecture, actor.tensor_parallel_size, actor.pipeline_parallel_size, len(ranks) // block, ranks, actor.order,
-        tuple(stages), ep=actor.expert_parallel_size, etp=actor.expert_tensor_parallel_size,
+        architecture, actor.tensor_parallel_size, actor.pipeline_parallel_size, len(ranks) // replica_size(actor), ranks,
+        actor.order, tuple(stages) if vpp == 1 else (), vpp=vpp, cp=actor.context_parallel_size,
+        ep=actor.expert_parallel_size, etp=actor.expert_tensor_parallel_size,
     )  # fmt: skip
     engines = VLLMLayout(
         architecture, rollout.tensor_parallel_size, rollout_ranks(rollout.ranks, world_size),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.families.architecture import Experts
 from rlflow.config import Role
-from rlflow.config.check_grid import SIZES, block, grid_faults
+from rlflow.config.check_grid import SIZES, grid_faults
 from rlflow.config.nearest_grids import change_words, nearest_grids
+from rlflow.config.roles import replica_size
 from tests.config.examples import QWEN
 
 DENSE = load_architecture(QWEN)  # 28 layers, 28 heads, 4 key-value heads, 18944 feed-forward channels
@@ -51,7 +52,7 @@ def test_what_was_not_asked_for_is_not_suggested() -> None:
 def test_grids_that_the_batch_does_not_divide_over_are_the_last_resort() -> None:
     asked = Role(tensor_parallel_size=8)
     found = nearest_grids(asked, DENSE, 8, suits=lambda dp: dp == 4)
-    assert [8 // block(role) for role in found] == [4, 4]  # TP2 and PP2
+    assert [8 // replica_size(role) for role in found] == [4, 4]  # TP2 and PP2
     assert nearest_grids(asked, DENSE, 8, suits=lambda dp: False) == nearest_grids(asked, DENSE, 8)
 
 
@@ -73,7 +74,7 @@ def test_every_suggestion_is_valid_and_there_always_is_one(asked: Role, arch: Ar
     assert 1 <= len(found) <= 3
     for role in found:
         assert list(grid_faults("actor", role, arch, ranks)) == []
-        assert ranks % block(role) == 0
+        assert ranks % replica_size(role) == 0
     distances = [
         sum(abs(log2((getattr(role, name) or 1) / (getattr(asked, name) or 1))) for name in SIZES) for role in found
     ]

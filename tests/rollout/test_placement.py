@@ -25,6 +25,16 @@ def test_natural_is_what_the_configuration_says(tmp_path: Path) -> None:
     assert (found.train.order, found.train.ranks, found.rollout.ranks) == ("dp-tp-cp-ep-pp", (0, 1, 2, 3), (0, 1, 2, 3))
 
 
+def test_contexts_and_virtual_stages_are_part_of_the_layout(tmp_path: Path) -> None:
+    sizes = (
+        "actor.context_parallel_size=2",
+        "actor.pipeline_parallel_size=2",
+        "actor.virtual_pipeline_parallel_size=7",
+    )
+    train = chosen(tmp_path, 8, *sizes).train
+    assert (train.cp, train.pp, train.vpp, train.dp, train.stages) == (2, 2, 7, 2, (2,) * 14)
+
+
 def test_an_order_moves_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """TP2 × DP2 to TP4: the halves of ranks 0 and 1 must be the first, those of 2 and 3 the second."""
     sizes = ("actor.tensor_parallel_size=2", "rollout.tensor_parallel_size=4")
