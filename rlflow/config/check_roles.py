@@ -37,7 +37,7 @@ def role_faults(config: Config, arch: Architecture | None, world_size: int | Non
         found += rank_faults(f"{name}.ranks", role.ranks, world_size)
         ranks = rank_list(role.ranks, world_size)
         found += _with_nearest(config, name, own, None if ranks is None else len(ranks))
-    found += [*order_faults(config), *batch_faults(config, world_size), *checkpoint_faults(config, world_size)]
+    found += [*order_faults(config), *batch_faults(config, world_size)]
     return without_repeats(found)
 
 
@@ -96,14 +96,6 @@ def batch_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
         nearest = " or ".join(str(k * unit) for k in (prompts // unit, prompts // unit + 1) if k)
         reads = ("rollout.n", "algorithm.mini_batches", *(f"{name}.{key}" for key in (TP, CP, PP, "ranks")))
         yield Fault("trainer.prompts_per_step", prompts, rule, nearest, reads)
-
-
-def checkpoint_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
-    """megatron-core writes a checkpoint on all ranks of the job, each of which must hold a part of the actor."""
-    ranks, every = rank_list(config.actor.ranks, world_size), config.trainer.save_every
-    if every > 0 and ranks is not None and world_size is not None and len(ranks) < world_size:
-        rule = f"checkpoints need the actor on all {world_size} ranks of the job"
-        yield Fault("trainer.save_every", every, rule, "0", ("actor.ranks",))
 
 
 def without_repeats(faults: Iterable[Fault]) -> list[Fault]:

@@ -199,14 +199,6 @@ def test_lists_of_ranks(tmp_path: Path) -> None:
         assert fault == f"actor.ranks = {ranks}: must be different ranks in ascending order; nearest: all"
 
 
-def test_checkpoints_need_the_actor_on_every_rank(tmp_path: Path) -> None:
-    assert faults(tmp_path, "actor.ranks=[0, 1]", "trainer.save_every=5", world_size=3) == [
-        "trainer.save_every = 5: checkpoints need the actor on all 3 ranks of the job; nearest: 0"
-    ]
-    assert faults(tmp_path, "actor.ranks=[0, 1]", world_size=3) == []
-    assert faults(tmp_path, "actor.ranks=[0, 1]", "trainer.save_every=5", world_size=2) == []
-
-
 def test_batch_arithmetic(tmp_path: Path) -> None:
     """cases.md H04: 8 ranks, TP2 PP2 so DP2, 4 mini-batches, 6 prompts, n 2: 12 % 8 = 4."""
     overrides = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "algorithm.mini_batches=4")
