@@ -1,0 +1,44 @@
+"""Micro-batches as pipelines and context-parallel ranks need them: whole rounds of them, padded sequences counted."""
+
+from dataclasses import replace
+
+import pytest
+
+from rlflow.batch import Sizes, pack, plan_micro_batches
+from tests.batch.samples import make_batch
+
+TWELVE = Sizes([2] * 12, [3] * 12, list(range(12)))  # 4 rows each
+
+
+@pytest.mark.parametrize(("count", "multiple_of", "expected"), [
+    (None, 1, 3), (None, 2, 4), (None, 4, 4), (None, 5, 5), (4, 4, 4), (5, 4, 8), (9, 8, 16),
+])  # fmt: skip
+def test_pipelines_of_virtual_stages_get_whole_rounds(count: int | None, multiple_of: int, expected: int) -> None:
+    """48 rows fill 3 micro-batches of 16; a count that all replicas agreed on is rounded up as well."""
+    plan = plan_micro_batches(TWELVE, 16, share_prompts=False, count=count, multiple_of=multiple_of)
+    assert len(plan) == expected
+    assert sorted(sample for members in plan for sample in members) == list(range(12))
+    assert max(map(len, plan)) - min(len(members) for members in plan if members) <= 1
+    assert [bool(members) for members in plan] == [True] * min(expected, 12) + [False] * (expected - 12)
+
+
+def test_no_samples_make_no_round_unless_asked_for() -> None:
+    nothing = TWELVE.select([])
+    assert plan_micro_batches(nothing, 16, share_prompts=False, multiple_of=4) == []
+    assert plan_micro_batches(nothing, 16, share_prompts=False, count=1, multiple_of=4) == [[]] * 4
+
+
+def test_the_padding_of_each_sequence_is_counted() -> None:
+    """Two context-parallel ranks pad 5 rows to 8: two such sequences do not fit 15 rows, though 10 rows would."""
+    batch = make_batch(([1, 2, 3], [[4, 5, 6]]), ([1, 2, 3], [[4, 5, 6]]))
+    sizes = batch.sizes()
+    assert len(plan_micro_batches(sizes, 15, share_prompts=False)) == 1
+    padded = replace(sizes, context=2)
+    assert len(plan_micro_batches(padded, 15, share_prompts=False)) == 2
+    assert padded.rows([0, 1], False) == len(pack(batch, [[0, 1]], share_prompts=False, context=2)[0].token_ids) == 16
+
+
+def test_the_last_token_is_counted_where_it_is_a_row() -> None:
+    with_last = replace(TWELVE, with_last=True)
+    assert (TWELVE.rows([0, 1], False), with_last.rows([0, 1], False)) == (8, 10)
+    assert with_last.select([3]).rows([0], False) == 5
