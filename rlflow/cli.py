@@ -6,6 +6,7 @@ is known to be good.
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -97,7 +98,10 @@ def check(args: argparse.Namespace) -> Work:
 
 
 def launch(processes: int, command: Sequence[str]) -> int:
-    """Run `rlflow command` in `processes` processes by torchrun; a user's error in any of them is one of the whole."""
+    """Run `rlflow command` in `processes` processes by torchrun; a user's error in any of them is one of the whole.
+
+    Nothing is started again after a failure. Of processes that a signal ended, which could not speak, it tells.
+    """
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -109,11 +113,26 @@ def launch(processes: int, command: Sequence[str]) -> int:
     try:
         run(parse_args(options))
     except ChildFailedError as error:
+        for rank, failure in sorted(error.failures.items()):
+            _explain_signal(rank, -failure.exitcode)
         return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
     except SignalException as error:  # Ctrl-C, or the scheduler; torchrun has ended the processes
         print(f"ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def _explain_signal(rank: int, number: int) -> None:
+    """Say what ended a process, if that was a signal other than torchrun's own, SIGTERM."""
+    if number == signal.SIGKILL:
+        print(
+            f"rank {rank} was killed (SIGKILL): where no person and no scheduler did that, the machine ran out of "
+            "memory, and its kernel's log (dmesg) says so; take fewer processes a machine, or lower "
+            "rollout.kv_cache_gib and micro_batch_tokens of the roles",
+            file=sys.stderr,
+        )
+    elif number > 0 and number != signal.SIGTERM:
+        print(f"rank {rank} was ended by {signal.Signals(number).name}", file=sys.stderr)
 
 
 def _config(args: argparse.Namespace, purpose: Purpose) -> Config:

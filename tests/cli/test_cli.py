@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import rlflow
 from rlflow import cli
@@ -203,6 +204,24 @@ def test_a_signal_ends_the_launcher_without_a_traceback(
     monkeypatch.setattr("torch.distributed.run.run", interrupted)
     assert cli.launch(2, ["check", "c.yaml"]) == 130
     assert capsys.readouterr().err == "ended by SIGINT\n"
+
+
+def test_processes_that_a_signal_ended_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cases.md G08: rank 1 killed for want of memory, rank 2 crashed, rank 0 failed for that, rank 3 told to end."""
+    codes = {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGSEGV, 3: -signal.SIGTERM}
+
+    def failed(options: object) -> None:
+        raise ChildFailedError("rlflow", {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()})
+
+    monkeypatch.setattr("torch.distributed.run.run", failed)
+    assert cli.launch(4, ["train", "c.yaml"]) == 1
+    killed, crashed = capsys.readouterr().err.splitlines()
+    assert killed.startswith("rank 1 was killed (SIGKILL): ")
+    assert "ran out of memory" in killed
+    assert "rollout.kv_cache_gib" in killed
+    assert crashed == "rank 2 was ended by SIGSEGV"
 
 
 def test_nproc_checks_before_it_starts_anything(path: str, capsys: pytest.CaptureFixture[str], job: FakeJob) -> None:
