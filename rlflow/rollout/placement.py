@@ -31,10 +31,10 @@ def choose(
     """
     actor, rollout = config.actor, config.rollout
     ranks = rollout_ranks(actor.ranks, world_size)
-    vpp = actor.virtual_pipeline_parallel_size
+    vpp, dp = actor.virtual_pipeline_parallel_size, len(ranks) // replica_size(actor)
     train = MegatronLayout(
-        architecture, actor.tensor_parallel_size, actor.pipeline_parallel_size, len(ranks) // replica_size(actor), ranks,
-        actor.order, tuple(stages) if vpp == 1 else (), vpp=vpp, cp=actor.context_parallel_size,
+        architecture, actor.tensor_parallel_size, actor.pipeline_parallel_size, dp, ranks, actor.order,
+        tuple(stages) if vpp == 1 else (), vpp=vpp, cp=actor.context_parallel_size,
         ep=actor.expert_parallel_size, etp=actor.expert_tensor_parallel_size,
     )  # fmt: skip
     engines = VLLMLayout(

@@ -8,10 +8,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlflow.config import Algorithm, assemble, load
+from rlflow.config import Algorithm, assemble
 from rlflow.config.check import GROUP_ADVANTAGES, Purpose
 from rlflow.errors import UserError
-from tests.config.examples import QWEN, ROOT, tree, write_data
+from tests.config.examples import QWEN, tree, write_data
 
 
 def faults(
@@ -387,26 +387,6 @@ def test_rewards_that_cannot_be_used(tmp_path: Path, reward: dict[str, Any], mes
 def test_rewards_need_different_names(tmp_path: Path) -> None:
     twice = [{"function": "rlflow.rewards:math"}, {"function": "rlflow.rewards:math"}]
     assert faults(tmp_path, rewards=twice) == ["rewards.1.name = math: is the name of rewards.0 too"]
-
-
-def test_the_two_node_recipe_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At world size 16, as it says itself; without model and data every absent thing is named."""
-    recipe = ROOT / "configs/qwen2.5-7b-2x8a100.yaml"
-    for name in ("train", "test"):
-        table = pyarrow.table({"prompt": ["1 + 1"] * 256, "answer": ["2"] * 256})
-        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    monkeypatch.setenv("MODEL", str(QWEN))
-    monkeypatch.setenv("DATA", str(tmp_path))
-    monkeypatch.setenv("RUNS", str(tmp_path))
-    config = load(recipe, world_size=16)
-    assert (config.trainer.prompts_per_step, config.optimizer.lr) == (128, 1e-6)
-    monkeypatch.setenv("MODEL", "/nowhere")
-    monkeypatch.delenv("DATA")
-    with pytest.raises(UserError) as raised:
-        load(recipe, world_size=16)
-    assert [line.split()[0].rstrip(":") for line in raised.value.message.splitlines()[1:]] == [
-        "data.train", "data.evaluation", "model.path",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
