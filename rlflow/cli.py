@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rlflow import __version__
-from rlflow.config import Config, assemble, load
+from rlflow.config import Config, assemble, load, role_sections
 from rlflow.config.check import Purpose
 from rlflow.config.summary import summarize
 from rlflow.errors import UserError
@@ -149,7 +149,7 @@ def _config(args: argparse.Namespace, purpose: Purpose) -> Config:
 def _prepare_libraries(config: Config) -> None:
     """Set what libraries read when they are loaded, unless the user has set it."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM warns on every rank that it binds memory
-    if config.actor.tensor_parallel_size > 1:
+    if any(role.tensor_parallel_size > 1 for role in role_sections(config).values()):
         # One queue to the GPU: megatron overlaps tensor parallel communication by the order of launches.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
