@@ -15,12 +15,17 @@ import torch.distributed.distributed_c10d as distributed_c10d
 PACKED = (torch.float32, torch.bfloat16)  # what oneDNN multiplies on every CPU
 
 
-def mlp_submodules(mlp: Any) -> list[Any]:
-    """The submodules of every MLP in megatron-core's description of one, or of a layer of experts.
+def described(mlp: Any) -> Any:
+    """The submodules in megatron-core's description of an MLP or a layer of experts.
 
     A description is a ModuleSpec in 0.16, a partial in 0.19.
     """
-    found = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def mlp_submodules(mlp: Any) -> list[Any]:
+    """The submodules of every MLP in megatron-core's description of one, or of a layer of experts."""
+    found = described(mlp)
     if hasattr(found, "experts"):
         return [*mlp_submodules(found.experts), *mlp_submodules(found.shared_experts)]
     return [found]
@@ -195,6 +200,24 @@ def vllm_runner(llm: Any) -> Any:
 def vllm_model(llm: Any) -> torch.nn.Module:
     """The live model of an engine that runs in this process."""
     return vllm_runner(llm).get_model()
+
+
+def vllm_scheduler(llm: Any) -> Any:
+    """The scheduler of an engine that runs in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def vllm_cache_slots(llm: Any) -> int:
+    """Tokens that the key-value cache of an engine of this process holds."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks * cache.block_size)
+
+
+def vllm_routers(llm: Any) -> dict[int, Any]:
+    """The routers of the layers with experts, by the layers' numbers."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    return {layer.layer_id: layer.router for layer in vllm_model(llm).modules() if isinstance(layer, MoERunner)}
 
 
 def vllm_load(llm: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:

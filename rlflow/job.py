@@ -194,7 +194,7 @@ def start_rollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
         bucket_bytes=config.bridge.bucket_mib << 20, prove=config.bridge.startup_proof,
-        checksum=config.bridge.checksum, ranks=ranks,
+        checksum=config.bridge.checksum, ranks=ranks, with_routing=config.actor.router_replay,
     )  # fmt: skip
 
 

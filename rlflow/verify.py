@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_bridge.families import load_architecture
 from rlflow import job, parallel
 from rlflow.batch.batch import Batch
+from rlflow.batch.routing import add_routing
 from rlflow.batch.sample import Prompt
 from rlflow.config import Config
 from rlflow.data.encode import load_tokenizer
@@ -78,6 +79,8 @@ def _parity(config: Config, actor: Engine, rollout: VLLMRollout) -> tuple[str, b
     prompts = list(random_prompts(actor.layout.arch.vocab, config.rollout.max_prompt_length))
     samples = _gathered(rollout.generate(prompts, n=1, temperature=1.0, step=0))
     batch = Batch.from_samples(samples, {prompt.id: number for number, prompt in enumerate(prompts)})
+    if actor.routing is not None:
+        add_routing(batch, samples, actor.routing)
     found = actor.log_probs(batch, 1.0).cpu()
     gaps = (found - batch.tokens["rollout_log_probs"]).abs() if actor.grid.is_member else found
     largest = LARGEST_GAP[config.rollout.quantization or config.rollout.dtype or config.model.dtype]

@@ -1,12 +1,15 @@
 """Prompts and sampled responses as Python objects, one each, for data, rollout, rewards and tracking.
 
-The training side works on `Batch`, which holds many of them as flat tensors; this module leaves tensors to it.
+The training side works on `Batch`, which holds many of them as flat tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,5 +33,8 @@ class Sample:
     truncated: bool  # hit the length limit without a stop token
     text: str
     weights_version: int  # number of the weight sync that sampled it
+    # uint8 or int16 [tokens of prompt and response but the last, layers with experts, experts per token]: where each
+    # token was sent; None: not asked for
+    routing: Tensor | None = None
     reward: float | None = None  # weighted total of all rewards; None: unscorable
     scores: dict[str, float] = field(default_factory=dict)  # every reward by name, and its further metrics

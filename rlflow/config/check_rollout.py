@@ -56,6 +56,9 @@ def engine_faults(config: Config, arch: Architecture) -> Iterator[Fault]:
         yield from uneven(TP, tp, "experts", experts.count, divisors(experts.count))
     else:
         yield from uneven(TP, tp, "channels of an expert", experts.ffn, divisors(experts.ffn))
+    if config.actor.router_replay and experts is not None and pp > 1:
+        rule = f"vLLM does not tell experts where {PP} is above 1"
+        yield Fault("actor.router_replay", "true", rule, "false", (PP,))
     dtype = rollout.dtype or config.model.dtype
     if rollout.quantization is not None and dtype == "float32":
         rule = "weights are quantized from 16 bits: set rollout.dtype"

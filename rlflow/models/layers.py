@@ -19,11 +19,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_bridge.compat import mlp_submodules
+from megatron_bridge.compat import described, mlp_submodules
 from megatron_bridge.families import Architecture
 from rlflow.models.gemma import GEMMA3
 from rlflow.models.glm import GLM4
 from rlflow.models.latent import DEEPSEEK_V3
+from rlflow.models.routing import ExpertRouter
 from rlflow.models.variant import Variant
 
 VARIANTS: Mapping[str, Variant] = {  # by family; whoever is not named is like Llama
@@ -65,6 +66,8 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
     else:
         spec = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
         _put_in(spec.submodules, variant, config.qk_layernorm)
+    if arch.has_experts(number):
+        described(spec.submodules.mlp).router = ExpertRouter
     variant.change(spec, arch, config, number)
     return spec
 

@@ -18,6 +18,7 @@ from rlflow.batch.ragged import spans
 from rlflow.batch.zigzag import Segment, context_segments, gathered_places
 from rlflow.models.attention import AttentionInput, AttentionPlan, Gathered, plan_attention
 from rlflow.models.rope import Rope, Ropes, RotationTable, rotation_table
+from rlflow.models.routing import ExpertRows
 
 
 @dataclass
@@ -43,6 +44,7 @@ class PackedInput(PackedSeqParams):
     windowed: AttentionInput | None = None  # for layers that have a window
     seen_rows: Tensor | None = None  # int64, for the kernel: the keys of each chunk among the gathered ones; None: all
     scoring: Scoring = field(default=None)  # type: ignore[assignment]
+    experts: ExpertRows | None = None  # for routers
 
 
 def pack_for_local_spec(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtype, scoring: Scoring) -> PackedInput:

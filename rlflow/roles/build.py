@@ -6,6 +6,7 @@ Roles of the same ranks and sizes share a grid, because communicators cost memor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megatron_bridge.layouts import MegatronLayout
 from megatron_bridge.score import with_score_head
 from rlflow.config.ranks import rank_list
 from rlflow.config.roles import role_path, role_sections
-from rlflow.config.schema import Config, Optimizer, Role
+from rlflow.config.schema import Actor, Config, Optimizer, Role
 from rlflow.parallel import Grid, derive_seed
 from rlflow.roles.engine import Engine
 
@@ -94,6 +95,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         virtual_pipeline=role.virtual_pipeline_parallel_size, share_prompts=role.share_prompts,
         sequence_parallel=role.sequence_parallel, recompute=role.recompute, overlap=role.overlap,
         logprob_chunk_tokens=role.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
+        **(_expert_options(config.actor) if name == "actor" else {}),
     )  # fmt: skip
     if makes_head:
         seed = derive_seed(config.trainer.seed, "value head")
@@ -101,6 +103,12 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
     else:
         engine.load_hf(path)
     return engine
+
+
+def _expert_options(actor: Actor) -> dict[str, Any]:
+    """How the actor's routers are trained and told their choice; those of other roles choose for themselves."""
+    names = ("router_replay", "moe_aux_loss_coef", "moe_aux_loss")
+    return {name: getattr(actor, name) for name in names}
 
 
 def _optimizer(config: Config, name: str) -> Optimizer | None:

@@ -27,6 +27,7 @@ from megatron_bridge.layouts import MegatronLayout
 from megatron_bridge.score import load_language_model
 from rlflow.algorithms import combine, is_maximum
 from rlflow.batch import Batch, MicroBatch, pack, plan_micro_batches
+from rlflow.batch.routing import ROUTING, RoutingShape
 from rlflow.config.schema import Optimizer
 from rlflow.models import (
     Model,
@@ -38,6 +39,7 @@ from rlflow.models import (
     transformer_config,
 )
 from rlflow.models.config import Recompute
+from rlflow.models.expert_load import AuxiliaryLoss, ExpertLoad
 from rlflow.parallel import Grid, active, device
 from rlflow.roles.forward import Forward, Scored
 from rlflow.roles.training import Training, join_as_outsider
@@ -57,6 +59,7 @@ class Engine:
 
     Making one is collective over the job; ranks outside the grid hold no model and take part in nothing but that.
     `share_prompts` asks for prompts to be computed once; the attribute says whether the attention allows it.
+    `routing` is the shape of the batches' field of that name, from which routers then take their choice of experts.
     `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` chooses the layer
     spec, None: Transformer Engine's where it can be used.
     """
@@ -77,6 +80,9 @@ class Engine:
         logprob_chunk_tokens: int = 1024,
         deterministic: bool = False,
         transformer_engine: bool | None = None,
+        router_replay: bool = False,
+        moe_aux_loss_coef: float = 0.0,
+        moe_aux_loss: AuxiliaryLoss = "global",
     ) -> None:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
@@ -84,6 +90,7 @@ class Engine:
             transformer_engine = _uses_transformer_engine(architecture, grid, dtype)
         self.share_prompts = share_prompts and not transformer_engine and grid.cp == 1
         self.layout = _layout(architecture, grid, virtual_pipeline, transformer_engine)
+        self.routing = _routing_shape(architecture) if router_replay else None
         self.chunks: list[Model] = []
         self.training: Training | None = None
         if not grid.is_member:
@@ -107,6 +114,11 @@ class Engine:
             self.training = Training(self.chunks, grid, optimizer, overlap=overlap)
         for chunk in self.chunks:
             chunk.requires_grad_(optimizer is not None)
+        self.load: ExpertLoad | None = None
+        if (experts := architecture.experts) is not None:
+            self.load = ExpertLoad(
+                self.chunks, grid, experts=experts.count, coef=moe_aux_loss_coef, over=moe_aux_loss
+            )  # fmt: skip
 
     @property
     def speaker(self) -> int:
@@ -142,14 +154,16 @@ class Engine:
         """What the last stage says of each micro-batch; nothing on other stages and outside the grid."""
         if not self.grid.is_member:
             return []
-        forward = Forward(self.grid, self.layout.spec, self.dtype, **how)
+        look = partial(_look, forward=self._forward(batch, **how))
+        return self._run(self._micro_batches(batch, with_last=with_last), look, forward_only=True)
 
-        def step(micro_batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
-            micro_batch = next(micro_batches)
-            output, scored = forward(micro_batch, chunk)
-            return output, lambda _, non_loss_data: (micro_batch, scored)
-
-        return self._run(self._micro_batches(batch, with_last=with_last), step, forward_only=True)
+    def _forward(self, batch: Batch, **how: Any) -> Forward:
+        """How this batch goes through; where routing is replayed, to the experts that sampled it."""
+        routing = None
+        if self.routing is not None:
+            tokens = torch.cat([batch.prompt_tokens[ROUTING], batch.tokens[ROUTING]])
+            routing = tokens.to(device()).unflatten(1, self.routing[:2])
+        return Forward(self.grid, self.layout.spec, self.dtype, routing=routing, **how)
 
     def _from_last_stage(self, found: Tensor) -> None:
         if self.grid.is_member and self.grid.pp > 1:
@@ -169,8 +183,12 @@ class Engine:
             return {}
         assert self.training is not None, "a frozen engine cannot be trained"
         micro_batches = self._micro_batches(batch)
-        forward = Forward(self.grid, self.layout.spec, self.dtype, temperature, with_entropy)
-        learn = partial(_learn, forward=forward, fields=batch.to(device()).tokens, objective=objective)
+        forward = self._forward(batch, temperature=temperature, with_entropy=with_entropy)
+        fields = {name: values for name, values in batch.to(device()).tokens.items() if name != ROUTING}
+        learn = partial(_learn, forward=forward, fields=fields, objective=objective)
+        if self.load is not None:
+            look = partial(_look, forward=forward)
+            self.load.prepare(micro_batches, lambda: self._run(micro_batches, look, forward_only=True))
         self.training.prepare(lr)
         parts = self._run(micro_batches, learn, forward_only=False)
         with active(self.grid):
@@ -178,6 +196,8 @@ class Engine:
         if not math.isfinite(grad_norm):  # the same on every rank of the grid, so that all of them stop here
             raise FloatingPointError(f"the gradient's norm is {grad_norm}: no weights of this step can be used")
         metrics = self._measure(parts, micro_batches, float(grad_norm))
+        if self.load is not None:
+            metrics |= {f"engine/{name}": value for name, value in self.load.metrics().items()}
         return metrics if self.grid.rank == self.speaker else {}
 
     def _measure(
@@ -279,6 +299,15 @@ class Engine:
         export_hf(folder, self.layout, self.parameters_by_name(), source=source, rank=self.grid.rank)
 
 
+def _look(
+    micro_batches: Iterator[MicroBatch], chunk: Any, *, forward: Forward
+) -> tuple[Any, Callable[..., tuple[MicroBatch, Scored | None]]]:
+    """A forward of the next micro-batch without a loss."""
+    micro_batch = next(micro_batches)
+    output, scored = forward(micro_batch, chunk)
+    return output, lambda _, non_loss_data: (micro_batch, scored)
+
+
 def _learn(
     micro_batches: Iterator[MicroBatch],
     chunk: Any,
@@ -299,6 +328,13 @@ def _learn(
         return value, torch.zeros((), dtype=torch.int), metrics
 
     return output, loss
+
+
+def _routing_shape(arch: Architecture) -> RoutingShape:
+    """Of what batches bring along for the routers, where these take the rollout's choice."""
+    assert arch.experts is not None, "there is no routing to replay in a model without experts"
+    layers = sum(arch.has_experts(layer) for layer in range(arch.layers))
+    return RoutingShape(layers, arch.experts.per_token, arch.experts.count)
 
 
 def _uses_transformer_engine(architecture: Architecture, grid: Grid, dtype: torch.dtype) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlflow.batch import MicroBatch
 from rlflow.models import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
 from rlflow.models.context import gather_predictions
+from rlflow.models.routing import expert_rows
 from rlflow.parallel import Grid
 
 
@@ -35,6 +36,7 @@ class Forward:
     dtype: torch.dtype
     temperature: float = 1.0
     with_entropy: bool = False
+    routing: Tensor | None = None  # the experts of the batch's tokens, as `expert_rows` wants them
 
     def __call__(self, micro_batch: MicroBatch, chunk: Any) -> tuple[Tensor, Scored | None]:
         """Run a chunk, wrapped or not; returns what it passes on, and on the last stage what it says."""
@@ -50,8 +52,11 @@ class Forward:
     def _pack(self, local: MicroBatch, model: Any) -> PackedInput:
         scoring = Scoring(local.predict_at, local.targets, self.temperature, self.with_entropy)
         if self.spec == "te":
-            return pack_for_te_spec(local, scoring)
-        return pack_for_local_spec(local, model.ropes, self.dtype, scoring)
+            packed = pack_for_te_spec(local, scoring)
+        else:
+            packed = pack_for_local_spec(local, model.ropes, self.dtype, scoring)
+        packed.experts = expert_rows(local, self.routing)
+        return packed
 
     def _score(self, output: Any, whole: MicroBatch, local: MicroBatch) -> Scored:
         if isinstance(output, tuple):

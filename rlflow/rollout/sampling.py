@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
+from rlflow.rollout.routing import routing_of
 from rlflow.rollout.seeds import response_seed
 from rlflow.rollout.shares import Share
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import RequestOutput, SamplingParams
 
 
@@ -84,8 +86,14 @@ def requests(
     ]
 
 
-def samples(wanted: list[Request], outputs: list["RequestOutput"], tokenizer: Tokenizer, version: int) -> list[Sample]:
-    """vLLM's outputs, in the order of the requests, as samples with their decoded text."""
+def samples(
+    wanted: list[Request], outputs: list["RequestOutput"], tokenizer: Tokenizer, version: int,
+    expert_layers: list[int] | None = None,
+) -> list[Sample]:  # fmt: skip
+    """vLLM's outputs, in the order of the requests, as samples with their decoded text.
+
+    They tell where their tokens went in the `expert_layers`, where such are named.
+    """
     found = [
         Sample(
             prompt=request.prompt,
@@ -95,6 +103,7 @@ def samples(wanted: list[Request], outputs: list["RequestOutput"], tokenizer: To
             truncated=completion.finish_reason == "length",
             text="",
             weights_version=version,
+            routing=None if expert_layers is None else _routing(request, completion, expert_layers),
         )
         for request, output in zip(wanted, outputs, strict=True)
         for completion in output.outputs
@@ -103,6 +112,11 @@ def samples(wanted: list[Request], outputs: list["RequestOutput"], tokenizer: To
     for sample, text in zip(found, texts, strict=True):
         sample.text = text
     return found
+
+
+def _routing(request: Request, completion: Any, layers: list[int]) -> "Tensor":
+    """The last token was sampled and not computed, and so went nowhere."""
+    return routing_of(completion, len(request.prompt.token_ids) + len(completion.token_ids) - 1, layers)
 
 
 def _sampled_log_probs(completion: Any) -> list[float]:

@@ -19,6 +19,7 @@ from rlflow.config.schema import Rollout
 from rlflow.parallel import device
 from rlflow.rollout import sampling
 from rlflow.rollout.engine import Lifecycle
+from rlflow.rollout.routing import expert_layers
 from rlflow.rollout.seeds import engine_seed, seeded_generators
 from rlflow.rollout.shares import split
 from rlflow.rollout.timing import Generation
@@ -46,12 +47,13 @@ class VLLMRollout:
         prove: compare bridge and vLLM's loader at start, see `megatron_bridge.proof`.
         checksum: compare what arrives in each sync with what was sent.
         ranks: the job's ranks that roll out in the order in which replicas take them; None: ascending.
+        with_routing: samples tell to which experts their tokens were sent; for a model with experts.
     """
 
     def __init__(
         self, architecture: Architecture, model_path: str, config: Rollout, tokenizer: sampling.Tokenizer, *,
         dtype: str, seed: int, timeout_seconds: float = 600, bucket_bytes: int = 256 << 20, prove: bool = True,
-        checksum: bool = False, ranks: tuple[int, ...] | None = None,
+        checksum: bool = False, ranks: tuple[int, ...] | None = None, with_routing: bool = False,
     ) -> None:  # fmt: skip
         self._architecture, self._config, self._tokenizer, self._seed = architecture, config, tokenizer, seed
         self._rank = dist.get_rank()
@@ -65,12 +67,14 @@ class VLLMRollout:
         )  # fmt: skip
         self.replica = self.replicas.replica_of(self._rank)
         on_gpu = device().type == "cuda"
+        self._expert_layers = expert_layers(architecture) if with_routing else None
         self._llm = None
         with vllm_world(self.replicas.ranks, timeout_seconds) as member:
             if member:
                 self._llm = start(
                     architecture, model_path, config, dtype=config.dtype or dtype,
                     timeout_seconds=int(timeout_seconds), on_gpu=on_gpu,
+                    with_routing=with_routing,
                 )  # fmt: skip
         # Of the last `generate`, on the rank that returns a replica's samples.
         self.generation: Generation | None = None
@@ -147,7 +151,7 @@ class VLLMRollout:
             return []
         tokens = sum(len(response.token_ids) for output in outputs for response in output.outputs)
         self.generation = Generation(time.perf_counter() - begin, tokens)
-        return sampling.samples(wanted, outputs, self._tokenizer, self.version)
+        return sampling.samples(wanted, outputs, self._tokenizer, self.version, self._expert_layers)
 
     def sync(self, layout: "Layout", tensors: Mapping[str, torch.Tensor]) -> "Traffic":
         """Take over the weights that all ranks hold as `tensors` in `layout`; counts the bytes moved. Collective."""

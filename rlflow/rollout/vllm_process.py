@@ -19,6 +19,7 @@ from megatron_bridge.families.architecture import Architecture
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
 from rlflow.parallel.sub_world import restore_environment
+from rlflow.rollout import routing
 from rlflow.rollout.seeds import preserved_generators
 
 if TYPE_CHECKING:
@@ -48,10 +49,15 @@ def prepare_environment(on_gpu: bool) -> None:
 
 
 def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype: str, timeout_seconds: int,
-          on_gpu: bool) -> "LLM":  # fmt: skip
-    """vLLM with dummy weights on the ranks of the present default group, which must be initialised."""
+          on_gpu: bool, with_routing: bool = False) -> "LLM":  # fmt: skip
+    """vLLM with dummy weights on the ranks of the present default group, which must be initialised.
+
+    `with_routing`: its outputs tell to which experts tokens were sent.
+    """
     prepare_environment(on_gpu)
     options = engine_options(architecture, config, dtype=dtype, timeout_seconds=timeout_seconds, on_gpu=on_gpu)
+    if with_routing and on_gpu:
+        options |= routing.OPTION
     with _quiet_import(), _preserved(), contextlib.ExitStack() as stack:
         if not on_gpu:
             compat.keep_vllm_cpu_weights_plain()
@@ -61,6 +67,8 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
         llm = LLM(model=model_path, **options)
         if not on_gpu:
             compat.start_vllm_cpu_stage(llm)
+            if with_routing:
+                routing.RoutingRecorder(llm, architecture)
         return llm
 
 

@@ -37,6 +37,7 @@ from rlflow.batch import (
     move_tokens,
     place,
 )
+from rlflow.batch.routing import add_routing
 from rlflow.batch.sample import Prompt
 from rlflow.config.schema import Algorithm
 from rlflow.parallel import Grid, device
@@ -87,7 +88,10 @@ def collect(
     mini-batch, which is the same for all roles; within it they are spread over a role's replicas by cost.
     """
     group_of = {prompt.id: number for number, prompt in enumerate(prompts)}
-    local = Batch.from_samples(samples, group_of).to(device())
+    local = Batch.from_samples(samples, group_of)
+    if (routing := roles["actor"].routing) is not None:
+        add_routing(local, samples, routing)
+    local = local.to(device())
     known = catalogue(local, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
     parts = _cut_by_group(known, len(prompts), mini_batches)
     spread = {name: _spread(known.sizes(), parts, engine) for name, engine in roles.items()}

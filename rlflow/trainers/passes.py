@@ -103,8 +103,9 @@ class Passes:
                 "with_entropy": self.config.algorithm.entropy_coef > 0,
             }
             with self.tracker.phase("update/actor"):
+                # What the auxiliary loss of experts says of a sample does not depend on its advantage.
+                skips = self.config.algorithm.skip_zero_advantage and not self.config.actor.moe_aux_loss_coef
                 for batch in self._mini_batches("actor", experience):
-                    skips = self.config.algorithm.skip_zero_advantage
                     yield OptimizerStep("actor", without_zero_gradient(batch, objective) if skips else batch, how)
 
     def _mini_batches(self, role: str, experience: Experience) -> Iterator[Batch]:

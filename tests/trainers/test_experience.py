@@ -38,7 +38,7 @@ def run_step(actor_ranks: tuple[int, ...], settings: dict[str, Any]) -> list[Lea
     grid = Grid(actor_ranks)
     world = dist.get_world_size()
     mine = [respond(number, index) for number in range(4) for index in range(N) if number % world == dist.get_rank()]
-    actor: Any = SimpleNamespace(grid=grid, architecture=SimpleNamespace(hidden=8), share_prompts=True)
+    actor: Any = SimpleNamespace(grid=grid, architecture=SimpleNamespace(hidden=8), share_prompts=True, routing=None)
     experience = collect(mine, PROMPTS, {"actor": actor}, mini_batches=2)
     share = experience.shares["actor"]
     tokens = share.batch.tokens
