@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.families.architecture import Experts
+from megatron_bridge.layouts import MegatronLayout
 from rlflow.config import Role
 from rlflow.config.check_grid import SIZES, grid_faults
 from rlflow.config.nearest_grids import change_words, nearest_grids
@@ -20,11 +21,13 @@ DENSE = load_architecture(QWEN)  # 28 layers, 28 heads, 4 key-value heads, 18944
 
 
 def architecture(layers: int, kv_heads: int, queries: int, experts: int | None) -> Architecture:
-    routed = None if experts is None else Experts(count=experts, per_token=2, ffn=96)
-    kinds = ("layer",) * layers if experts is None else ("moe",) * layers
-    return replace(
-        DENSE, layers=layers, heads=kv_heads * queries, kv_heads=kv_heads, ffn=1536, experts=routed, layer_kinds=kinds
+    arch = replace(
+        DENSE, layers=layers, heads=kv_heads * queries, kv_heads=kv_heads, ffn=1536, layer_kinds=("layer",) * layers
     )
+    if experts is None:
+        return arch
+    routed = Experts(count=experts, per_token=2, ffn=96)
+    return replace(arch, family="qwen3_moe", experts=routed, layer_kinds=("moe",) * layers)
 
 
 def words(ranks: int, arch: Architecture = DENSE, **sizes: Any) -> list[str]:
@@ -86,6 +89,19 @@ def test_every_suggestion_is_valid_and_there_always_is_one(asked: Role, arch: Ar
 def test_a_good_grid_is_its_own_nearest(asked: Role, arch: Architecture, ranks: int) -> None:
     if not any(grid_faults("actor", asked, arch, ranks)):
         assert nearest_grids(asked, arch, ranks)[0] == asked
+
+
+@settings(max_examples=60, deadline=None)
+@given(roles, architectures, st.integers(1, 24))
+def test_the_bridge_can_lay_out_what_is_suggested(asked: Role, arch: Architecture, ranks: int) -> None:
+    """Its own rules on layouts refuse none of the grids, and count as many replicas."""
+    for role in nearest_grids(asked, arch, ranks):
+        layout = MegatronLayout(
+            arch, role.tensor_parallel_size, role.pipeline_parallel_size, ranks // replica_size(role),
+            order=role.order, vpp=role.virtual_pipeline_parallel_size, cp=role.context_parallel_size,
+            ep=role.expert_parallel_size, etp=role.expert_tensor_parallel_size,
+        )  # fmt: skip
+        assert layout.world == ranks
 
 
 @pytest.mark.parametrize(
