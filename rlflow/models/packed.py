@@ -107,4 +107,5 @@ def _same_bounds(micro_batch: MicroBatch) -> dict[str, Any]:
 
 def pack_for_te_spec(micro_batch: MicroBatch, scoring: Scoring) -> PackedInput:
     """Transformer Engine knows sequences by their bounds and rotates by them; it cannot share prompts."""
+    assert micro_batch.context_size == 1, "context-parallel ranks take the local spec"
     return PackedInput(qkv_format="thd", scoring=scoring, **_same_bounds(micro_batch))

@@ -40,7 +40,8 @@ def attend_and_learn(
         out = attend_varlen(query, key, value, packed, SIZE**-0.5, window)
     else:
         out = attend(query, key, value, plan, SIZE**-0.5)
-    return [out.float(), *(grad.float() for grad in torch.autograd.grad(out, (query, key, value), upstream.to(dtype)))]
+    gradients = torch.autograd.grad(out, (query, key, value), upstream.to(dtype))
+    return [each.detach().float() for each in (out, *gradients)]
 
 
 def kernel_against_float32(size: int, window: int) -> list[float]:
