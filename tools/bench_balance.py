@@ -12,7 +12,7 @@ import json
 import random
 import time
 
-from rlflow.batch import Sizes, assign, balance_metrics, plan_micro_batches
+from rlflow.batch import Sizes, assign, balance_metrics, measure_load
 
 
 def log_normal(seed: int, count: int, responses_per_prompt: int) -> Sizes:
@@ -29,18 +29,20 @@ def measure(sizes: Sizes, ranks: int, budget: int, hidden: int, share: bool) -> 
     start = time.perf_counter()
     parts = assign(sizes, ranks, hidden=hidden, share_prompts=share)
     assigned = time.perf_counter()
-    plan_micro_batches(sizes.select(parts[0]), budget, share_prompts=share, hidden=hidden)
-    planned = time.perf_counter()
+    loads = [
+        measure_load(sizes.select(part), micro_batch_tokens=budget, hidden=hidden, share_prompts=share, multiple=8)
+        for part in parts
+    ]
+    measured = time.perf_counter()
     everything = list(range(len(sizes)))
     largest = max(sizes.cost([sample], share, hidden) for sample in everything)
-    found = balance_metrics(
-        sizes, parts, micro_batch_tokens=budget, hidden=hidden, share_prompts=share, multiple=8
-    )  # fmt: skip
-    return {name.removeprefix("balance/"): round(value, 5) for name, value in found.items()} | {
+    return {
+        name.removeprefix("balance/"): round(value, 5) for name, value in balance_metrics(loads, budget).items()
+    } | {
         "busiest": round(max(sizes.cost(part, share, hidden) for part in parts)),
         "bound": round(max(sizes.cost(everything, share, hidden) / ranks, largest)),
         "assign_seconds": round(assigned - start, 4),
-        "micro_batches_seconds": round(planned - assigned, 4),
+        "micro_batches_seconds": round((measured - assigned) / ranks, 4),
     }
 
 

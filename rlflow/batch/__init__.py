@@ -2,7 +2,7 @@
 
 from rlflow.batch.balance import assign, balance
 from rlflow.batch.batch import Batch
-from rlflow.batch.measures import balance_metrics
+from rlflow.batch.measures import Load, balance_metrics, measure_load
 from rlflow.batch.packing import MicroBatch, pack
 from rlflow.batch.placement import Placement, place
 from rlflow.batch.planning import plan_micro_batches
@@ -22,6 +22,7 @@ from rlflow.batch.transfer import (
 __all__ = [
     "Batch",
     "Catalogue",
+    "Load",
     "MicroBatch",
     "Placement",
     "Prompt",
@@ -34,6 +35,7 @@ __all__ = [
     "catalogue",
     "exchange",
     "gather_samples",
+    "measure_load",
     "move_samples",
     "move_tokens",
     "pack",

@@ -1,70 +1,75 @@
-"""How even a step's work lies on the ranks, and how full its micro-batches are: numbers for the tracker.
+"""How even a pass over samples lies on data-parallel ranks, and how full its micro-batches are: for the tracker.
 
-Plans are made again from the sizes that all ranks know, so that one rank can measure for all without a collective.
+Each rank measures its own part; the few numbers that make a `Load` are brought together by the caller.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rlflow.batch.planning import plan_micro_batches
 from rlflow.batch.sizes import Sizes
 
 
-def balance_metrics(
-    sizes: Sizes, parts: Sequence[Sequence[int]], *, micro_batch_tokens: int, hidden: int, share_prompts: bool,
-    multiple: int = 1, context: int = 1, rounds: int = 1,
-) -> dict[str, float]:  # fmt: skip
-    """Evenness and padding of one pass over samples that lie as `parts[rank]` on data-parallel ranks.
+@dataclass(frozen=True)
+class Load:
+    """One data-parallel rank's part of a pass."""
+
+    costs: list[float]  # of each micro-batch, in rows of a model without attention (`Sizes.cost`)
+    rows: int
+    computed: int  # rows with their padding
+    empty: int  # rows of a micro-batch that is padding alone
+
+
+def measure_load(
+    sizes: Sizes, *, micro_batch_tokens: int, hidden: int, share_prompts: bool, multiple: int = 1, context: int = 1,
+    rounds: int = 1,
+) -> Load:  # fmt: skip
+    """What a rank computes for its samples.
 
     Args:
-        sizes: of all samples.
-        parts: samples of each data-parallel rank.
+        sizes: of the rank's samples.
         micro_batch_tokens, hidden, share_prompts: as in `plan_micro_batches`.
         multiple, context: what `pack` pads to.
         rounds: the number of micro-batches is a multiple of it.
-
-    Returns:
-        Under `balance/`: `rank_imbalance`, the busiest rank's cost over the mean less 1; `micro_batch_imbalance`, the
-        same within a rank, of the worst rank; `padding`, the share of computed rows that is padding; `unfilled`, the
-        share of the micro-batches' budget that holds no rows, with those that only keep step with another rank.
     """
-    own = [sizes.select(part) for part in parts]
-    plans = [
-        plan_micro_batches(
-            part, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, count=count, multiple_of=rounds
-        )
-        for part, count in zip(own, _counts(own, micro_batch_tokens, share_prompts, rounds), strict=True)
-    ]
-    costs = [
-        [part.cost(members, share_prompts, hidden) for members in plan] for part, plan in zip(own, plans, strict=True)
-    ]
-    filled = [(part, members) for part, plan in zip(own, plans, strict=True) for members in plan]
-    rows = sum(part.rows(members, share_prompts) for part, members in filled)
-    computed = sum(_padded_rows(part, members, share_prompts, multiple, context) for part, members in filled)
-    return {
-        "balance/rank_imbalance": _excess([sum(of_rank) for of_rank in costs]),
-        "balance/micro_batch_imbalance": max(map(_excess, costs)),
-        "balance/padding": 1 - rows / computed,
-        "balance/unfilled": 1 - rows / (len(filled) * micro_batch_tokens),
-    }
-
-
-def _counts(own: Sequence[Sizes], budget: int, share_prompts: bool, rounds: int) -> list[int]:
-    """As many micro-batches for every rank as the one has that needs most."""
-    most = max(len(plan_micro_batches(part, budget, share_prompts=share_prompts, multiple_of=rounds)) for part in own)
-    return [max(most, rounds)] * len(own)
-
-
-def _padded_rows(sizes: Sizes, members: Sequence[int], share_prompts: bool, multiple: int, context: int) -> int:
-    """Rows of a micro-batch as `pack` lays it out."""
-    if context == 1:
+    plan = plan_micro_batches(
+        sizes, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, multiple_of=rounds
+    )  # fmt: skip
+    empty = multiple if context == 1 else context * math.lcm(2, multiple)
+    computed = 0
+    for members in plan:
         rows = sizes.rows(members, share_prompts)
-        return _up(rows, multiple) or multiple
-    rows = sum(_up(sizes.prompts[member] + sizes.grown(member), 2 * context) for member in members)
-    whole = context * math.lcm(2, multiple)
-    return _up(rows, whole) or whole
+        if context > 1:
+            rows = sum(_up(sizes.prompts[member] + sizes.grown(member), 2 * context) for member in members)
+        computed += _up(rows, empty) or empty
+    return Load(
+        costs=[sizes.cost(members, share_prompts, hidden) for members in plan],
+        rows=sum(sizes.rows(members, share_prompts) for members in plan),
+        computed=computed,
+        empty=empty,
+    )
+
+
+def balance_metrics(loads: Sequence[Load], micro_batch_tokens: int) -> dict[str, float]:
+    """Evenness and padding of a pass, from the loads of all data-parallel ranks.
+
+    Under `balance/`: `rank_imbalance`, the busiest rank's cost over the mean less 1; `micro_batch_imbalance`, the same
+    within a rank, of the worst rank; `padding`, the share of computed rows that is padding; `unfilled`, the share of
+    the micro-batches' budget that holds no rows. Micro-batches that only keep step with another rank's count as padding
+    and as unfilled.
+    """
+    count = max(len(load.costs) for load in loads)
+    rows = sum(load.rows for load in loads)
+    computed = sum(load.computed + (count - len(load.costs)) * load.empty for load in loads)
+    return {
+        "balance/rank_imbalance": _excess([sum(load.costs) for load in loads]),
+        "balance/micro_batch_imbalance": max(_excess(load.costs) for load in loads),
+        "balance/padding": 1 - rows / computed if computed else 0.0,
+        "balance/unfilled": 1 - rows / (len(loads) * count * micro_batch_tokens) if count else 0.0,
+    }
 
 
 def _up(rows: int, multiple: int) -> int:

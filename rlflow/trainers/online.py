@@ -19,11 +19,13 @@ from rlflow.data.loader import Loader
 from rlflow.rewards.scorer import Scorer
 from rlflow.roles import Engine, Roles
 from rlflow.rollout.engine import RolloutEngine
+from rlflow.rollout.lengths import expected_lengths, learn_lengths
 from rlflow.tracking import Tracker
 from rlflow.trainers import held_out
 from rlflow.trainers.experience import add_advantages, collect
 from rlflow.trainers.measure import sample_metrics, sum_over_ranks
 from rlflow.trainers.passes import Metrics, Passes, next_kl_coef
+from rlflow.trainers.workload import workload_metrics
 
 log = logging.getLogger(__name__)
 
@@ -69,19 +71,22 @@ def train(run: Run) -> None:
         track.begin()
         with track.phase("generate"):
             prompts = run.loader.next()
+            expected = expected_lengths(state.lengths, prompts, config.rollout.max_response_length)
             samples = run.rollout.generate(
-                prompts, n=config.rollout.n, temperature=config.rollout.temperature, step=state.step
+                prompts, n=config.rollout.n, temperature=config.rollout.temperature, step=state.step, expected=expected
             )
             run.rollout.sleep()
         with track.phase("score"):
             counts = run.scorer.score(samples)
         with track.phase("exchange"):
             experience = collect(samples, prompts, roles.by_name(), mini_batches=config.algorithm.mini_batches)
+            state.lengths = learn_lengths(state.lengths, prompts, experience.known)
         with track.phase("predict"):
             passes.score(experience, samples)
             passes.predict(experience)
         with track.phase("advantages"):
             metrics = sample_metrics(samples, "train") | sum_over_ranks(counts)
+            metrics |= workload_metrics(experience, roles.actor, run.rollout, prompts, expected, config.rollout)
             metrics |= add_advantages(experience, config.algorithm, roles.actor.grid, kl_coef=state.kl_coef)
         with track.phase("update"):
             updates: dict[str, Metrics] = {}

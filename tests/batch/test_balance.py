@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlflow.batch import Sizes, assign, balance, balance_metrics, plan_micro_batches
+from rlflow.batch import Sizes, assign, balance, balance_metrics, measure_load, plan_micro_batches
 from tools.bench_balance import log_normal
 
 costs_strategy = st.lists(st.integers(1, 100), max_size=30)
@@ -89,8 +89,11 @@ def test_a_rank_with_less_work_fills_up_with_empty_micro_batches():
 def test_a_log_normal_mix_is_even_over_ranks_and_micro_batches(seed: int, share: bool, hidden: int):
     """Issue 4: 512 sequences over 8 ranks, at most 3 % above the mean in cost, attention counted."""
     sizes = log_normal(seed, 512, 8 if share else 1)
-    parts = assign(sizes, 8, hidden=hidden, share_prompts=share)
-    found = balance_metrics(sizes, parts, micro_batch_tokens=16384, hidden=hidden, share_prompts=share)
+    loads = [
+        measure_load(sizes.select(part), micro_batch_tokens=16384, hidden=hidden, share_prompts=share)
+        for part in assign(sizes, 8, hidden=hidden, share_prompts=share)
+    ]
+    found = balance_metrics(loads, 16384)
     assert found["balance/rank_imbalance"] <= 0.03
     assert found["balance/micro_batch_imbalance"] <= 0.03
     assert found["balance/padding"] == 0
@@ -119,17 +122,22 @@ def test_padding_to_what_the_grid_asks_for_is_counted():
     """
     sizes = Sizes([3, 4], [5, 6], [0, 1])
     for context, padding in ((1, 8 / 24), (2, 16 / 32)):
-        found = balance_metrics(
-            sizes, [[0, 1]], micro_batch_tokens=9, hidden=64, share_prompts=False, multiple=8, context=context
-        )
-        assert found["balance/padding"] == pytest.approx(padding)
+        load = measure_load(
+            sizes, micro_batch_tokens=9, hidden=64, share_prompts=False, multiple=8, context=context
+        )  # fmt: skip
+        assert balance_metrics([load], 9)["balance/padding"] == pytest.approx(padding)
 
 
 def test_empty_micro_batches_count_as_unfilled():
     """A rank with 10 rows in one micro-batch of 10 beside one with none: half of the budget is filled."""
     sizes = Sizes([5], [6], [0])
-    found = balance_metrics(sizes, [[0], []], micro_batch_tokens=10, hidden=64, share_prompts=False)
+    loads = [
+        measure_load(sizes.select(part), micro_batch_tokens=10, hidden=64, share_prompts=False, multiple=2)
+        for part in ([0], [])
+    ]
+    found = balance_metrics(loads, 10)
     assert found["balance/unfilled"] == 0.5
+    assert found["balance/padding"] == pytest.approx(2 / 12)  # the smallest forward has two rows here
     assert found["balance/rank_imbalance"] == 1.0
 
 
