@@ -98,12 +98,15 @@ def _tokens(folder: str) -> dict[int, str] | None:
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
-    vocabulary = content["model"]["vocab"]
-    if not isinstance(vocabulary, dict):  # unigram models list pairs of a token and its score
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # what is no JSON is said when the tokenizer is loaded
+        return None
+    vocabulary = content.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # unigram models have pairs of a token and its score
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     added = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
-    return {number: token for token, number in vocabulary.items()} | added
+    return {number: token for token, number in vocabulary.items()} | added or None
 
 
 def _has_reward_model(config: Config) -> bool:

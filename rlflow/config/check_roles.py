@@ -23,6 +23,11 @@ from rlflow.limits import model_limits
 
 TRAINED = ("actor", "critic")
 HEADS = {"actor": ("lm",), "critic": ("lm", "score"), "reference": ("lm",), "reward_model": ("score",)}
+SHAPE = (
+    "family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm",
+    "layer_kinds", "experts", "latent",
+)  # fmt: skip
+"""Attributes of an architecture that decide which weights there are."""
 WORDS = {"lm": "a language model", "score": "a score model"}
 
 
@@ -35,8 +40,9 @@ def role_faults(config: Config, arch: Architecture | None, world_size: int | Non
         if own is not None:
             found += model_faults(config, name, own)
         found += rank_faults(f"{name}.ranks", role.ranks, world_size)
-        ranks = rank_list(role.ranks, world_size)
-        found += _with_nearest(config, name, own, None if ranks is None else len(ranks))
+        found += _with_nearest(config, name, own, _count(role, world_size))
+        if name == "reference" and own is not None and arch is not None:
+            found += update_faults(config, own, arch)
     found += [*order_faults(config), *batch_faults(config, world_size)]
     return without_repeats(found)
 
@@ -70,6 +76,16 @@ def model_faults(config: Config, name: str, arch: Architecture) -> Iterator[Faul
         yield Fault(key, path, rule, None, ("rollout.max_prompt_length", "rollout.max_response_length"))
     if difference := vocabulary_difference(config.model.tokenizer or config.model.path, config.model.path, path):
         yield Fault(key, path, f"has another vocabulary than model.path: {difference}", None, ("model.path",))
+
+
+def update_faults(config: Config, reference: Architecture, actor: Architecture) -> Iterator[Fault]:
+    """A reference that the actor's weights do not fit."""
+    every = config.reference.update_every
+    different = [name for name in SHAPE if getattr(reference, name) != getattr(actor, name)]
+    if every > 0 and different:
+        values = f"{getattr(reference, different[0])} instead of {getattr(actor, different[0])}"
+        rule = f"the actor's weights do not fit: {different[0].replace('_', ' ')} {values}"
+        yield Fault("reference.update_every", every, rule, "0", ("reference.path", "model.path"))
 
 
 def order_faults(config: Config) -> Iterator[Fault]:
@@ -129,10 +145,11 @@ def _with_nearest(config: Config, name: str, arch: Architecture | None, ranks: i
     if arch is None or not ranks or not about_sizes or min(_sizes(role)) < 1:
         return faults
     samples, parts = config.trainer.prompts_per_step * config.rollout.n, max(1, config.algorithm.mini_batches)
-    others = nearest_grids(
-        role, arch, ranks, suits=lambda dp: name not in TRAINED or samples % (parts * dp) == 0
-    )  # fmt: skip
-    words = ", ".join(change_words(role, other, ranks) for other in others)
+
+    def suits(dp: int) -> bool:
+        return name not in TRAINED or samples % (parts * dp) == 0
+
+    words = ", ".join(change_words(role, other, ranks) for other in nearest_grids(role, arch, ranks, suits=suits))
     first = about_sizes[0]
     return [
         replace(fault, nearest=words if fault is first else None) if fault in about_sizes else fault for fault in faults

@@ -136,6 +136,17 @@ def test_keys_for_experts(tmp_path: Path) -> None:
     ]
 
 
+def test_routing_is_told_of_whole_models_only(tmp_path: Path) -> None:
+    routed = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts = model(tmp_path, "experts", model_type="qwen3_moe", **routed)
+    overrides = (f"model.path={experts}", "actor.router_replay=true", "actor.moe_aux_loss_coef=0.01")
+    assert faults(tmp_path, *overrides) == []
+    assert faults(tmp_path, *overrides, "rollout.pipeline_parallel_size=2") == [
+        "actor.router_replay = true: vLLM does not tell experts where rollout.pipeline_parallel_size is above 1; "
+        "nearest: false"
+    ]
+
+
 def test_heads(tmp_path: Path) -> None:
     """A critic may start from either kind of model, a reference generates nothing and must still be of the first."""
     score = score_model(tmp_path)
@@ -180,6 +191,16 @@ def test_vocabularies_are_one(tmp_path: Path) -> None:
     assert faults(tmp_path, *overrides) == [
         f"critic.path = {other}: has another vocabulary than model.path: token 1 is 'c' instead of 'b'"
     ]
+
+
+def test_a_reference_of_another_shape_cannot_follow_the_actor(tmp_path: Path) -> None:
+    other = model(tmp_path, "other", num_hidden_layers=12)
+    overrides = (KL, f"reference.path={other}")
+    assert faults(tmp_path, *overrides) == []
+    assert faults(tmp_path, *overrides, "reference.update_every=5") == [
+        "reference.update_every = 5: the actor's weights do not fit: layers 12 instead of 28; nearest: 0"
+    ]
+    assert faults(tmp_path, KL, "reference.update_every=5", "reference.ema=0.9") == []
 
 
 def test_a_reward_model_may_be_the_only_source_of_reward(tmp_path: Path) -> None:
