@@ -18,10 +18,20 @@ def fraction_of_digits(response: str, answer: Any, *, row: dict[str, Any]) -> fl
 
 
 def fail_on_rank_one(response: str, answer: Any, *, row: dict[str, Any]) -> float:
-    """A mistake in a user's program that only one rank makes."""
+    """A mistake in a user's program that only one rank makes; it tells of the process groups that the rank has."""
     if os.environ["RANK"] == "1":
-        raise SystemExit("the judge is unwell")
+        timeouts = group_timeouts()
+        raise SystemExit(f"the judge is unwell: {len(timeouts)} groups, timeouts {sorted(set(timeouts))}")
     return 0.0
+
+
+def group_timeouts() -> list[float]:
+    """Seconds after which collectives give up, of every group of this rank that torch knows of."""
+    import torch
+    from torch.distributed.distributed_c10d import _world
+
+    backends = [group._get_backend(torch.device("cpu")) for group in _world.pg_map]
+    return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def write_rows(path: Path, count: int) -> Path:

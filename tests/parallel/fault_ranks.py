@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run(
     when the others have ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlflow.parallel", "tests.parallel.fault_ranks"])
+    context.set_forkserver_preload(["rlflow.checkpoint", "tests.parallel.fault_ranks"])
     port = free_port()
     store = None if own_store else dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     files = [folder / f"{function.__name__}-{rank}.err" for rank in range(size)]
@@ -150,3 +151,32 @@ def raise_on_rank_1(error: BaseException) -> None:
         if dist.get_rank() == 1:
             raise error
         time.sleep(3600)
+
+
+def fail_in(phase: str, model: Path, folder: Path) -> None:
+    """Rank 1, the last stage of two, raises in its part of what both do in a phase, where rank 0 waits for it."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.checkpoint import Checkpoints, State, store
+    from rlflow.config.schema import Optimizer
+    from tests.roles.runs import Case, canonical, make_engine
+    from tests.roles.samples import random_batch
+
+    engine = make_engine(model, Case("", 2, {"pipeline": 2}), Optimizer())
+    learn = partial(engine.train_step, random_batch(), PolicyObjective(), temperature=1.0, lr=1e-3)
+    learn()  # an optimizer that has taken no step has no state to save
+    with parallel.Watchdog(60) as watchdog, parallel.reporting(lambda: phase):
+        watchdog.enter(phase)
+        if dist.get_rank() == 1:
+            engine.chunks[0].register_forward_pre_hook(_raise)
+            engine.parameters_by_name = _raise
+            store._random_states = _raise
+        if phase == "update":
+            learn()
+        elif phase == "sync":
+            canonical(engine)
+        else:
+            Checkpoints(folder, 0).save({"actor": engine}, State())
+
+
+def _raise(*args: Any) -> None:
+    raise RuntimeError("the last straw")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def test_a_failure_ends_ranks_of_other_machines_too(tmp_path: Path) -> None:
     assert ended.codes == [1, 1]
     assert ended.errors.count("Traceback") == 1
     assert "rank 1 failed in phase 'update/actor': MemoryError: no more" in ended.errors
+    assert ended.seconds < 30
+
+
+@pytest.mark.parametrize("phase", ["update", "sync", "save"])
+def test_a_rank_that_fails_while_another_waits_for_it_ends_both(
+    phase: str, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    """cases.md G05: within a pipeline's forward pass, a transfer of weights, a checkpoint."""
+    ended = fault_ranks.run(2, fault_ranks.fail_in, phase, tiny_model("qwen2"), tmp_path, folder=tmp_path)
+    assert ended.codes == [1, 1]
+    assert ended.errors.count("Traceback") == 1
+    assert ended.errors.count(f"rank 1 failed in phase '{phase}': RuntimeError: the last straw") == 1
+    assert "rank 0 failed" not in ended.errors
     assert ended.seconds < 30
 
 
