@@ -1,7 +1,7 @@
 """Context-parallel ranks compute what one process does: log-probs, values, loss, entropy, gradients, of every core."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.roles.runs import Case, canonical, make_engine
+from tests.roles.runs import Case, canonical, make_engine, with_an_idle_replica
 from tests.roles.samples import random_batch
 
 ONE = Case("one process", 1, {}, {"share_prompts": False})
@@ -105,3 +105,33 @@ def test_context_parallel_ranks_see_what_one_process_sees(
         assert found.metrics["engine/grad_norm"] == pytest.approx(expected.metrics["engine/grad_norm"], rel=1e-5)
     for name, gradient in expected.gradient.items():
         assert distance(ranks[0].gradient[name], gradient) < 1e-5, name
+
+
+def test_a_replica_without_samples_takes_part(
+    world: Callable[..., Any], single: Callable[[str], tuple[Path, Seen]]
+) -> None:
+    """cases.md B02: its ranks compute padding alone, and no rank waits for another."""
+    folder, _ = single("dense")
+    for some, none in world(4, with_an_idle_replica, folder, CP2_DP2):
+        assert none["tokens"] == none["loss"] == none["engine/grad_norm"] == 0
+        assert some["tokens"] > 0
+
+
+def in_bfloat16(folder: Path, case: Case) -> tuple[Tensor, dict[str, float]]:
+    """Log-probs, and the metrics of an optimizer step."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine = make_engine(folder, replace(case, options=case.options | {"dtype": torch.bfloat16}), Optimizer())
+    scores = engine.log_probs(random_batch(), TEMPERATURE)
+    metrics = engine.train_step(random_batch(), PolicyObjective(), lr=1e-6, temperature=TEMPERATURE)
+    return scores, engine.tell([metrics])[0]
+
+
+def test_bfloat16_is_as_near_float32_as_on_one_rank(
+    world: Callable[..., Any], single: Callable[[str], tuple[Path, Seen]]
+) -> None:
+    folder, exact = single("dense")
+    (one, one_metrics), (two, two_metrics) = (world(case.ranks, in_bfloat16, folder, case)[0] for case in (ONE, CP2))
+    assert (two - exact.scores).abs().mean() < 1.5 * (one - exact.scores).abs().mean()
+    assert two_metrics["engine/grad_norm"] == pytest.approx(one_metrics["engine/grad_norm"], rel=0.05)
