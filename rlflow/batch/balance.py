@@ -11,6 +11,8 @@ from itertools import pairwise
 
 from rlflow.batch.sizes import Sizes
 
+EVEN_ENOUGH = 1.002  # the busiest rank over the mean, below which no group is cut for more evenness
+
 _Part = tuple[float, list[int]]  # sum of costs, members
 
 
@@ -61,10 +63,11 @@ def assign(sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool) -> lis
         return balance(costs, ranks)
     groups = sizes.by_group()
     largest = max((len(group) for group in groups), default=1)
+    mean = sizes.cost(range(len(sizes)), True, hidden) / ranks
     best: list[list[int]] = []
     least = float("inf")
     pieces = 1
-    while pieces < 2 * largest:
+    while pieces < 2 * largest and least > EVEN_ENOUGH * mean:
         units = [unit for group in groups for unit in _cut(group, pieces)]
         parts = balance([sizes.cost(unit, True, hidden) for unit in units], ranks)
         plan = [sorted(sample for unit in part for sample in units[unit]) for part in parts]
