@@ -39,6 +39,11 @@ def grid_faults(section: str, role: Role, arch: Architecture | None, ranks: int 
         yield from _expert_faults(section, role, arch, ranks)
 
 
+def sizes_of(role: Role) -> tuple[int | None, ...]:
+    """The values of `SIZES`."""
+    return tuple(getattr(role, name) for name in SIZES)
+
+
 def has_order(role: Role) -> bool:
     """Whether a role's order names every dimension."""
     return sorted(role.order.split("-")) == sorted(DIMENSIONS)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_bridge.families import Architecture, load_architecture
 from rlflow.config.check_files import vocabulary_difference
-from rlflow.config.check_grid import CP, EP, ETP, PP, SIZES, TP, grid_faults
+from rlflow.config.check_grid import CP, EP, ETP, PP, SIZES, TP, grid_faults, sizes_of
 from rlflow.config.check_rollout import rank_faults
 from rlflow.config.faults import Fault
 from rlflow.config.nearest_grids import change_words, nearest_grids
@@ -34,17 +34,20 @@ WORDS = {"lm": "a language model", "score": "a score model"}
 def role_faults(config: Config, arch: Architecture | None, world_size: int | None) -> list[Fault]:
     """All faults of the roles that training needs; `arch` is that of `model.path`, None where it cannot be read."""
     found: list[Fault] = []
+    architectures = {}
     for name, role in role_sections(config).items():
         own, faults = (arch, []) if role_path(config, name) == config.model.path else _read(config, name)
-        found += faults
+        found += [*faults, *rank_faults(f"{name}.ranks", role.ranks, world_size)]
+        found += grid_faults(name, role, own, _count(role, world_size))
         if own is not None:
+            architectures[name] = own
             found += model_faults(config, name, own)
-        found += rank_faults(f"{name}.ranks", role.ranks, world_size)
-        found += _with_nearest(config, name, own, _count(role, world_size))
-        if name == "reference" and own is not None and arch is not None:
-            found += update_faults(config, own, arch)
-    found += [*order_faults(config), *batch_faults(config, world_size)]
-    return without_repeats(found)
+    if {"actor", "reference"} <= architectures.keys():
+        found += update_faults(config, architectures["reference"], architectures["actor"])
+    found = without_repeats([*found, *order_faults(config), *batch_faults(config, world_size)])
+    for name, own in architectures.items():
+        found = with_grids(found, config, name, own, _count(getattr(config, name), world_size))
+    return found
 
 
 def read_model(key: str, path: str) -> tuple[Architecture | None, list[Fault]]:
@@ -114,6 +117,25 @@ def batch_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
         yield Fault("trainer.prompts_per_step", prompts, rule, nearest, reads)
 
 
+def with_grids(faults: list[Fault], config: Config, name: str, arch: Architecture, ranks: int | None) -> list[Fault]:
+    """`faults`, of which the first that is about the sizes of a role's grid names whole grids that would do."""
+    role: Role = getattr(config, name)
+    keys = [f"{name}.{size}" for size in SIZES if arch.experts is not None or size not in (EP, ETP)]
+    about_sizes = [fault for fault in faults if fault.key in keys]
+    if not ranks or not about_sizes or any(size is not None and size < 1 for size in sizes_of(role)):
+        return faults
+    samples, parts = config.trainer.prompts_per_step * config.rollout.n, max(1, config.algorithm.mini_batches)
+
+    def suits(dp: int) -> bool:
+        return name not in TRAINED or samples % (parts * dp) == 0
+
+    words = ", ".join(change_words(role, other, ranks) for other in nearest_grids(role, arch, ranks, suits=suits))
+    first = about_sizes[0]
+    return [
+        replace(fault, nearest=words if fault is first else None) if fault in about_sizes else fault for fault in faults
+    ]
+
+
 def without_repeats(faults: Iterable[Fault]) -> list[Fault]:
     """`faults` without those of roles that the actor has in the same words, and without any a second time."""
     seen: set[tuple[str, str, str]] = set()
@@ -135,31 +157,3 @@ def _read(config: Config, name: str) -> tuple[Architecture | None, list[Fault]]:
 def _count(role: Role, world_size: int | None) -> int | None:
     ranks = rank_list(role.ranks, world_size)
     return None if ranks is None else len(ranks)
-
-
-def _with_nearest(config: Config, name: str, arch: Architecture | None, ranks: int | None) -> list[Fault]:
-    """The faults of a role's grid; the first that is about its sizes names whole grids that would do."""
-    role: Role = getattr(config, name)
-    faults = list(grid_faults(name, role, arch, ranks))
-    about_sizes = [fault for fault in faults if fault.key.partition(".")[2] in _cuts(arch)]
-    if arch is None or not ranks or not about_sizes or min(_sizes(role)) < 1:
-        return faults
-    samples, parts = config.trainer.prompts_per_step * config.rollout.n, max(1, config.algorithm.mini_batches)
-
-    def suits(dp: int) -> bool:
-        return name not in TRAINED or samples % (parts * dp) == 0
-
-    words = ", ".join(change_words(role, other, ranks) for other in nearest_grids(role, arch, ranks, suits=suits))
-    first = about_sizes[0]
-    return [
-        replace(fault, nearest=words if fault is first else None) if fault in about_sizes else fault for fault in faults
-    ]
-
-
-def _cuts(arch: Architecture | None) -> tuple[str, ...]:
-    """The keys of the sizes that can be other than 1 for a model."""
-    return tuple(name for name in SIZES if arch is None or arch.experts is not None or name not in (EP, ETP))
-
-
-def _sizes(role: Role) -> list[int]:
-    return [1 if (size := getattr(role, name)) is None else size for name in SIZES]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import log2
 
 from megatron_bridge.families import Architecture
-from rlflow.config.check_grid import SIZES, divisors, grid_faults, has_order, tensor_sizes
+from rlflow.config.check_grid import divisors, grid_faults, has_order, sizes_of, tensor_sizes
 from rlflow.config.roles import data_parallel_size, replica_size
 from rlflow.config.schema import Role
 
@@ -80,10 +80,10 @@ def _unless_off(asked: int, number: int) -> tuple[int, ...]:
 
 
 def _distance(asked: Role, other: Role) -> float:
-    pairs = ((getattr(asked, name), getattr(other, name)) for name in SIZES)
-    return sum(abs(log2((b or 1) / (a or 1))) for a, b in pairs)
+    pairs = zip(sizes_of(asked), sizes_of(other), strict=True)
+    return sum(abs(log2((there or 1) / (here or 1))) for here, there in pairs)
 
 
 def _preference(asked: Role, other: Role) -> tuple[int, ...]:
-    sizes = (replica_size(other), *(getattr(other, name) or 1 for name in SIZES))
-    return (asked.sequence_parallel != other.sequence_parallel, *(-size for size in sizes))
+    sizes = (replica_size(other), *sizes_of(other))
+    return (asked.sequence_parallel != other.sequence_parallel, *(-(size or 1) for size in sizes))

@@ -71,7 +71,9 @@ class Role:
         "Tokens of one forward and backward pass; a longer sample gets a pass of its own.", 4096, minimum=1,
         known_as=("micro_batch_size", "max_token_len_per_gpu"),
     )  # fmt: skip
-    share_prompts: bool = key("Compute a prompt once for its responses where the core attention allows it.", True)
+    share_prompts: bool = key(
+        "Compute a prompt once for its responses where the core attention allows it and ranks share no samples.", True
+    )
     recompute: Literal["none", "selective", "full"] = key("Activations computed again in the backward pass.", "none")
     overlap: bool = key("Overlap the data-parallel collectives with computation.", True)
     logprob_chunk_tokens: int = key(

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlflow.config import assemble
+from megatron_bridge.families import load_architecture
+from rlflow.config import Role, assemble
+from rlflow.config.check_grid import SIZES
+from rlflow.config.nearest_grids import nearest_grids
 from rlflow.errors import UserError
 from tests.config.examples import QWEN, tree
 
@@ -92,6 +95,31 @@ def test_a_fault_that_a_role_takes_from_the_actor_is_reported_once(tmp_path: Pat
     assert fault.startswith("actor.sequence_parallel = true: ")
     (fault,) = faults(tmp_path, PPO, "critic.tensor_parallel_size=8", world_size=8)
     assert fault.startswith("critic.tensor_parallel_size = 8: ")
+    both = faults(
+        tmp_path, PPO, "actor.virtual_pipeline_parallel_size=2", "critic.tensor_parallel_size=8", world_size=8
+    )
+    assert [fault.partition(" = ")[0] for fault in both] == [
+        "actor.virtual_pipeline_parallel_size", "critic.tensor_parallel_size",
+    ]  # fmt: skip
+    assert all("; nearest: TP" in fault for fault in both)
+
+
+@pytest.mark.parametrize(
+    ("section", "asked"),
+    [
+        ("actor", {"tensor_parallel_size": 8}),
+        ("actor", {"tensor_parallel_size": 3, "pipeline_parallel_size": 3, "sequence_parallel": True}),
+        ("critic", {"context_parallel_size": 3}),
+        ("critic", {"pipeline_parallel_size": 4, "virtual_pipeline_parallel_size": 4}),
+    ],
+)
+def test_suggested_grids_are_good_in_a_whole_configuration(tmp_path: Path, section: str, asked: dict[str, int]) -> None:
+    words = [f"{section}.{name}={value}" for name, value in asked.items()]
+    assert faults(tmp_path, PPO, *words, world_size=8)
+    for found in nearest_grids(Role(**asked), load_architecture(QWEN), 8, suits=lambda dp: 64 % dp == 0):
+        words = [f"{section}.{name}={value}" for name in SIZES if (value := getattr(found, name)) is not None]
+        words.append(f"{section}.sequence_parallel={str(found.sequence_parallel).lower()}")
+        assert faults(tmp_path, PPO, *words, world_size=8) == []
 
 
 @pytest.mark.parametrize(
