@@ -1,6 +1,6 @@
 """How evenly a step's samples are shared out, and how long that takes: one JSON line for each mix of lengths.
 
-    python tools/bench_balance.py [--samples 512] [--ranks 8] [--micro-batch-tokens 16384]
+    python -m tools.bench_balance [--samples 512] [--ranks 8] [--micro-batch-tokens 16384]
 
 Prompts of 50 to 400 tokens; responses are log-normal with a median of 665 tokens, at most 8192. Each mix is shared out
 once with a prompt for each response, and once with 8 responses to a prompt that is computed once. `bound` is what no
