@@ -92,6 +92,7 @@ def train(run: Run) -> None:
             updates: dict[str, Metrics] = {}
             for role, batch, how in passes.optimizer_steps(experience, state):
                 updates.setdefault(role, []).append(roles.by_name()[role].train_step(batch, **how))
+            passes.follow(state.step)
             metrics |= passes.report(updates, state)
         with track.phase("sync"):
             metrics |= hand_over(run)

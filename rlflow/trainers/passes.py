@@ -16,6 +16,7 @@ from rlflow.batch import Batch, Sample, share_samples
 from rlflow.checkpoint import State
 from rlflow.config.schema import Config
 from rlflow.roles import Roles, learning_rate
+from rlflow.roles.reference import update as update_reference
 from rlflow.tracking import Tracker
 from rlflow.trainers.experience import Experience, mini_batch, without_zero_gradient
 
@@ -114,13 +115,20 @@ class Passes:
             for number in range(algorithm.mini_batches):
                 yield mini_batch(experience.shares[role], number, algorithm, grid)
 
+    def follow(self, step: int) -> None:
+        """Bring the reference nearer to the actor, where step number `step` (from 0) is one for that."""
+        reference, settings = self.roles.reference, self.config.reference
+        if reference is not None and settings.update_every and (step + 1) % settings.update_every == 0:
+            with self.tracker.phase("update/reference"):
+                update_reference(reference, self.roles.actor, settings.ema)
+
     def report(self, updates: Mapping[str, Metrics], state: State) -> dict[str, float]:
         """Metrics of the optimizer steps that each role has taken in this step, the same on every rank of the job.
 
         Counts them in `state`, which is that before the step.
         """
+        metrics: dict[str, float] = {} if self.roles.reference is None else {"actor/kl_coef": state.kl_coef}
         settings = {"actor": self.config.optimizer, "critic": self.config.critic_optimizer}
-        metrics: dict[str, float] = {}
         for role, steps in updates.items():
             state.updates[role] = state.updates.get(role, 0) + len(steps)
             metrics |= update_metrics(self.roles.by_name()[role].tell(steps), role)

@@ -45,7 +45,7 @@ def test_gradients_of_experts_on_two_gpus(gpus: World, tiny_model: Callable[...,
     case = Case("EP2", 2, {"expert": 2}, {"overlap": overlap})
     found = gpus(2, ranks.learn_on_grid, folder, case, GRADIENT_STEP)[0]
     assert_same_change(found, one, 1e-4)
-    assert found.metrics[0]["actor/grad_norm"] == pytest.approx(one.metrics[0]["actor/grad_norm"], rel=1e-4)
+    assert found.metrics[0]["engine/grad_norm"] == pytest.approx(one.metrics[0]["engine/grad_norm"], rel=1e-4)
 
 
 def test_transfers_arrive_bit_for_bit(gpus: World, qwen: Path) -> None:
