@@ -60,6 +60,7 @@ def test_the_saved_configuration_is_the_one_that_ran(trained: Path) -> None:  # 
 def test_phases_account_for_each_step(trained: Path) -> None:
     for record in records(trained / "run")[1:]:
         assert record["time/other"] <= 0.02 * record["time/step"]
+        assert record["memory/update/actor_gib"] > 0
 
 
 def test_the_engines_agree(trained: Path) -> None:
