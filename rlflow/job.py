@@ -24,8 +24,9 @@ from rlflow.algorithms import PolicyObjective, ValueObjective
 from rlflow.batch.sample import Prompt
 from rlflow.checkpoint import Checkpoints, State
 from rlflow.config import Config, dump
+from rlflow.config.ranks import rank_list
 from rlflow.config.schema import Algorithm
-from rlflow.config.summary import replica_words
+from rlflow.config.summary import replica_words, role_words
 from rlflow.data.encode import Encoder, load_tokenizer
 from rlflow.data.loader import Loader
 from rlflow.data.prompts import load_prompts
@@ -217,15 +218,13 @@ def announce(config: Config, architecture: Architecture) -> None:
     """Say in a line what is about to be trained, and where."""
     world, device = dist.get_world_size(), parallel.device()
     parameters = sum(math.prod(parameter.shape) for parameter in HFLayout(architecture, (0,)).parameters(0).values())
-    tensor, pipeline = config.actor.tensor_parallel_size, config.actor.pipeline_parallel_size
-    data = len(rollout_ranks(config.actor.ranks, world)) // (tensor * pipeline)
     rollout = config.rollout
     size = rollout.tensor_parallel_size * rollout.pipeline_parallel_size
-    experts = f", experts EP{config.actor.expert_parallel_size}" if architecture.experts is not None else ""
     log.info(
-        "%s of %s parameters in %s; actor TP%d × PP%d × DP%d%s, rollout %d × %s; %d ranks on %s",
-        architecture.family, f"{parameters:,}", config.model.dtype, tensor, pipeline, data, experts,
-        len(rollout_ranks(rollout.ranks, world)) // size, replica_words(rollout), world,
+        "%s of %s parameters in %s; %s; rollout %d × %s; %d ranks on %s",
+        architecture.family, f"{parameters:,}", config.model.dtype,
+        ", ".join(f"{name} {words}" for name, words in role_words(config, world).items()),
+        len(rank_list(rollout.ranks, world)) // size, replica_words(rollout), world,
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
     )  # fmt: skip
 

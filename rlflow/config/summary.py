@@ -8,7 +8,7 @@ from rlflow.config.ranks import in_short, rank_list
 from rlflow.config.roles import role_path, role_sections
 from rlflow.config.schema import Config, Ranks, Rollout
 
-PREDICT, UPDATE = ("reference", "critic", "actor"), ("critic", "actor")
+PREDICT, UPDATE = ("reward_model", "reference", "critic", "actor"), ("critic", "actor")
 """Roles that compute in a phase, in their order; those without a rank in common do so at the same time."""
 
 

@@ -82,8 +82,7 @@ def train(run: Run) -> None:
             experience = collect(samples, prompts, roles.by_name(), mini_batches=config.algorithm.mini_batches)
             state.lengths = learn_lengths(state.lengths, prompts, experience.known)
         with track.phase("predict"):
-            passes.score(experience, samples)
-            passes.predict(experience)
+            passes.predict(experience, samples)
         with track.phase("advantages"):
             metrics = sample_metrics(samples, "train") | sum_over_ranks(counts)
             metrics |= workload_metrics(experience, roles.actor, run.rollout, prompts, expected, config.rollout)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rlflow.algorithms import PolicyObjective, ValueObjective, is_maximum, kl_controller, summarize
 from rlflow.batch import Batch, Sample, share_samples
@@ -42,21 +43,30 @@ class Passes:
     tracker: Tracker
     steps: int
 
-    def predict(self, experience: Experience) -> None:
-        """What frozen or not yet updated models say of the samples, each on its own ranks; then to who needs it."""
+    def predict(self, experience: Experience, samples: Sequence[Sample]) -> None:
+        """What models say of the samples before they learn from them, each on its own ranks; then to who needs it.
+
+        The reward model's scores go into the rewards, also into those of `samples`, which this rank holds.
+        """
         roles, temperature = self.roles, self.config.rollout.temperature
+        batches = {name: share.batch for name, share in experience.shares.items()}
+        if roles.reward_model is not None:
+            with self.tracker.phase("predict/reward_model"):
+                scores = roles.reward_model.values(batches["reward_model"]).last
         if roles.reference is not None:
             with self.tracker.phase("predict/reference"):
-                batch = experience.shares["reference"].batch
+                batch = batches["reference"]
                 batch.tokens["ref_log_probs"] = roles.reference.log_probs(batch, temperature)
         if roles.critic is not None:
             with self.tracker.phase("predict/critic"):
-                batch = experience.shares["critic"].batch
+                batch = batches["critic"]
                 batch.tokens["old_values"], batch.samples["last_values"] = roles.critic.values(batch)
         if self._needs_old_log_probs():
             with self.tracker.phase("predict/actor"):
-                batch = experience.shares["actor"].batch
+                batch = batches["actor"]
                 batch.tokens["old_log_probs"] = roles.actor.log_probs(batch, temperature)
+        if roles.reward_model is not None:
+            self._add_to_rewards(scores, experience, samples)
         if roles.reference is not None:
             experience.move("reference", "actor", tokens=["ref_log_probs"])
         if roles.critic is not None:
@@ -68,20 +78,15 @@ class Passes:
         several = algorithm.epochs * algorithm.mini_batches > 1
         return several or (self.roles.reference is not None and algorithm.kl_in == "reward")
 
-    def score(self, experience: Experience, samples: Sequence[Sample]) -> None:
-        """Add the reward model's scores to the rewards, of the catalogue and of this rank's `samples`."""
-        model = self.roles.reward_model
-        if model is None:
-            return
-        share, known = experience.shares["reward_model"], experience.known
-        found = model.values(share.batch).last
-        scores = share_samples(found, share.placement, len(known)).cpu()
-        known.samples["rewards"] += self.config.reward_model.weight * scores
+    def _add_to_rewards(self, scores: Tensor, experience: Experience, samples: Sequence[Sample]) -> None:
+        share, known, weight = experience.shares["reward_model"], experience.known, self.config.reward_model.weight
+        everywhere = share_samples(scores, share.placement, len(known)).cpu()
+        known.samples["rewards"] += weight * everywhere
         own = known.placement(dist.get_world_size())[dist.get_rank()]
-        for sample, score in zip(samples, scores[list(own)].tolist(), strict=True):
+        for sample, score in zip(samples, everywhere[list(own)].tolist(), strict=True):
             sample.scores["reward_model"] = score
             if sample.reward is not None:
-                sample.reward += self.config.reward_model.weight * score
+                sample.reward += weight * score
 
     def optimizer_steps(self, experience: Experience, state: State) -> Iterator[OptimizerStep]:
         """The critic's and the actor's optimizer steps, to be taken as they come; on disjoint ranks at the same time.
