@@ -80,7 +80,10 @@ class Role:
         "Tokens whose logits exist at once; a micro-batch that scores no more has them computed once, not twice.",
         1024, minimum=1,
     )  # fmt: skip
-    offload: bool = key("Keep the model's state in host memory in the phases that do not need it.", False)
+    offload: bool = key(
+        "Keep weights, gradients and optimizer state in host memory while they are not needed; a CPU moves nothing.",
+        False,
+    )
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,10 @@ class Actor(Role):
         known_as=("aux_loss_coef", "router_aux_loss_coef"),
     )  # fmt: skip
     moe_aux_loss: Literal["global", "micro-batch"] = key(
-        "Tokens whose load the auxiliary loss balances: all of an optimizer step, or each micro-batch's.", "global"
-    )
-    router_replay: bool = key("Route each token to the experts that sampled it, where vLLM tells them (R3).", False)
+        "Tokens whose load the auxiliary loss evens out: all of an optimizer step, which takes a forward pass more, or "
+        "each micro-batch's.", "global",
+    )  # fmt: skip
+    router_replay: bool = key("Train each token in the experts that sampled it, as vLLM tells them (R3).", False)
 
 
 @dataclass(frozen=True)
