@@ -50,7 +50,7 @@ class PackedInput(PackedSeqParams):
 def pack_for_local_spec(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
     """Rotations and attention plans of a micro-batch that lies on its device already, or of a rank's part of one."""
     device = micro_batch.token_ids.device
-    segments, gathered = _own_part(micro_batch)
+    segments, gathered = own_part(micro_batch)
     shares = any(prefix_end > prefix_start for prefix_start, prefix_end, _, _ in micro_batch.segments)
     fused = device.type == "cuda" and dtype != torch.float32 and not shares
 
@@ -65,11 +65,11 @@ def pack_for_local_spec(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtyp
         plan=everywhere.plan,
         windowed=None if ropes.windowed is None else attention(ropes.windowed, ropes.window),
         scoring=scoring,
-        **(_kernel_bounds(micro_batch, segments, gathered) if fused else {}),
+        **(kernel_bounds(micro_batch, segments, gathered) if fused else {}),
     )
 
 
-def _own_part(micro_batch: MicroBatch) -> tuple[list[Segment], Gathered | None]:
+def own_part(micro_batch: MicroBatch) -> tuple[list[Segment], Gathered | None]:
     """The segments whose rows are queries here, and where their keys are when they come from several ranks."""
     rank, size = micro_batch.context_rank, micro_batch.context_size
     if size == 1:
@@ -78,7 +78,7 @@ def _own_part(micro_batch: MicroBatch) -> tuple[list[Segment], Gathered | None]:
     return context_segments(micro_batch.segments, rank, size), Gathered(places, rank * len(micro_batch.token_ids))
 
 
-def _kernel_bounds(micro_batch: MicroBatch, segments: list[Segment], gathered: Gathered | None) -> dict[str, Any]:
+def kernel_bounds(micro_batch: MicroBatch, segments: list[Segment], gathered: Gathered | None) -> dict[str, Any]:
     """What the kernel for packed sequences must know of queries and keys."""
     if gathered is None:
         return _same_bounds(micro_batch)

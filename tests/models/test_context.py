@@ -99,14 +99,14 @@ def test_a_rank_without_predictions_knows_the_others(world: Callable[..., Any]) 
 @pytest.mark.parametrize("size", [2, 4])
 def test_bounds_for_the_kernel_align_each_chunk_with_the_end_of_its_keys(size: int) -> None:
     """What CUDA's kernel computes, written out: query i of m sees the keys up to i + n − m of n."""
-    from rlflow.models.packed import _kernel_bounds, _own_part
+    from rlflow.models.packed import kernel_bounds, own_part
 
     micro_batch = packed_for(size)
     parts = [context_rows(micro_batch.segments, rank, size) for rank in range(size)]
     order = torch.cat(parts)
     for rank, rows in enumerate(parts):
         local = micro_batch.for_context_rank(rank, size)
-        bounds = _kernel_bounds(local, *_own_part(local))
+        bounds = kernel_bounds(local, *own_part(local))
         queries, keys, seen = bounds["cu_seqlens_q"].tolist(), bounds["cu_seqlens_kv"].tolist(), bounds["seen_rows"]
         assert (queries[-1], keys[-1]) == (len(rows), len(seen))
         for chunk in range(len(queries) - 1):
