@@ -17,7 +17,7 @@ from rlflow.config.check import Purpose, check
 from rlflow.config.convert import Mismatch, Text, build, plain
 from rlflow.config.document import parse, write
 from rlflow.config.faults import Fault, independent, refuse
-from rlflow.config.ranks import ranks_on_node, written_out
+from rlflow.config.ranks import ranks_on_node, written_out, written_short
 from rlflow.config.roles import follow, is_followed, without_idle_sections
 from rlflow.config.schema import Config
 from rlflow.errors import UserError
@@ -96,7 +96,7 @@ def resolve(config: Config) -> Config:
 
 def dump(config: Config) -> str:
     """YAML text that loads as an equal configuration, whatever the environment; it leaves out roles that are absent."""
-    return write(_escape(without_idle_sections(config, asdict(config))))
+    return write(_escape(written_short(without_idle_sections(config, asdict(config)))))
 
 
 def _read_sections(tree: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:

@@ -42,6 +42,15 @@ def written_out(tree: dict[str, Any], ranks_per_node: int | None, faults: list[F
     return {name: _in_section(name, section, ranks_per_node, faults) for name, section in tree.items()}
 
 
+def written_short(tree: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a configuration with lists of ranks as ranges, which `written_out` reads back."""
+    lists = {
+        name: section["ranks"] for name, section in tree.items() if isinstance(section, dict) and "ranks" in section
+    }
+    short = {name: in_short(ranks) for name, ranks in lists.items() if ranks != "all" and _is_ascending(ranks)}
+    return tree | {name: {**tree[name], "ranks": ranks} for name, ranks in short.items()}
+
+
 def expand(text: str, ranks_per_node: int | None) -> list[int]:
     """The ranks that a text other than `all` stands for; raises Mismatch."""
     form = FORM.fullmatch(text.strip())
@@ -64,6 +73,10 @@ def in_short(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _is_ascending(ranks: Sequence[int]) -> bool:
+    return len(ranks) > 0 and list(ranks) == sorted(set(ranks)) and 0 <= ranks[0] <= ranks[-1] < LARGEST_WORLD
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rlflow.config import load
+from rlflow.config import Actor, Config, Model, dump, load
+from rlflow.config.document import parse
 from rlflow.config.load import interpret
 from rlflow.config.ranks import expand, in_short, rank_list
 from tests.config.examples import write_config
@@ -72,6 +73,16 @@ def test_torchrun_says_how_many_ranks_a_node_has(tmp_path: Path, monkeypatch: py
 def test_lists_in_short(listed: Sequence[int], short: str) -> None:
     assert in_short(listed) == short
     assert expand(short, None) == list(listed)
+
+
+@pytest.mark.parametrize(
+    ("listed", "saved"),
+    [((0, 1, 2, 3), "0-3"), ((2,), "2"), ("all", "all"), ((1, 0), [1, 0]), ((), []), ((-1, 0), [-1, 0])],
+)
+def test_saved_ranks_load_as_the_same(listed: Any, saved: Any) -> None:
+    config = Config(Model("m"), actor=Actor(ranks=listed))
+    assert parse(dump(config))["actor"]["ranks"] == saved
+    assert interpret(parse(dump(config)))[0].actor == config.actor
 
 
 def test_all_of_an_unknown_number() -> None:
