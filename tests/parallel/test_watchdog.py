@@ -33,7 +33,7 @@ def test_a_rank_that_hangs_within_a_phase_is_named(tmp_path: Path) -> None:
 
 
 def test_ranks_that_work_long_together_are_no_fault(tmp_path: Path) -> None:
-    ended = run(2, fault_ranks.work_long_together, 1.0, folder=tmp_path)
+    ended = run(2, fault_ranks.work_long_together, 3.0, folder=tmp_path)
     assert (ended.codes, ended.errors) == ([0, 0], "")
 
 
