@@ -110,7 +110,7 @@ class World:
                 self.close()
                 raise RankFailure(f"ranks {sorted(ranks.values())} of {size} gave no answer within {timeout:.0f} s")
             for pipe in ready:
-                rank = ranks.pop(pipe)  # type: ignore[arg-type]
+                rank = ranks.pop(pipe)  # type: ignore[call-overload]
                 fine, results[rank] = self._receive(pipe, rank)  # type: ignore[arg-type]
                 if not fine:
                     failures.append(f"rank {rank} of {size}:\n{results[rank]}")

@@ -19,6 +19,7 @@ class Case:
     ranks: int
     grid: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    layers: int = 2  # of the model, in the parity matrix
 
 
 def make_engine(folder: Path, case: Case, optimizer: Any = None) -> Any:
