@@ -1,4 +1,4 @@
-"""Context-parallel ranks compute what one process does: log-probs, values, loss, entropy, gradients, of every core."""
+"""Context-parallel ranks compute what one process does, whatever the attention; more grids are in `test_parity`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +17,6 @@ CP2 = Case("CP2", 2, {"context": 2}, {"recompute": "selective"})
 CP4 = Case("CP4", 4, {"context": 4})
 CP2_TP2 = Case("CP2 × TP2", 4, {"context": 2, "tensor": 2}, {"sequence_parallel": True})
 CP2_PP2 = Case("CP2 × PP2", 4, {"context": 2, "pipeline": 2})
-CP2_PP2_VP2 = Case("CP2 × PP2 × VP2", 4, {"context": 2, "pipeline": 2}, {"virtual_pipeline": 2})
-CP2_EP2 = Case("CP2 × EP2", 2, {"context": 2, "expert": 2})
 CP2_DP2 = Case("CP2 × DP2, cp the slower", 4, {"context": 2, "order": "tp-dp-cp-ep-pp"})
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,11 +81,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        *((model, case) for model in MODELS for case in (CP2, CP2_TP2)),
+        *((model, case) for model in MODELS for case in (CP2, CP2_TP2) if (model, case) != ("dense", CP2_TP2)),
         ("dense", CP4),
         ("values", CP2_PP2),
-        ("dense", CP2_PP2_VP2),
-        ("latents and experts", CP2_EP2),
         ("dense", CP2_DP2),
     ],
     ids=lambda given: given.name if isinstance(given, Case) else given,
