@@ -112,9 +112,9 @@ def _pipeline_faults(section: str, role: Role, arch: Architecture) -> Iterator[F
     pp, vp = role.pipeline_parallel_size, role.virtual_pipeline_parallel_size
     yield from uneven(f"{section}.{PP}", pp, "layers", arch.layers, divisors(arch.layers))
     if min(pp, vp) > 1 and arch.layers % pp == 0 and arch.layers % (pp * vp):
-        layers = arch.layers // pp
-        rule = f"{layers} layers of a pipeline rank do not divide over {vp}: divisors are {in_words(divisors(layers))}"
-        yield Fault(f"{section}.{VP}", vp, rule, closest(vp, divisors(layers)), (f"{section}.{PP}",))
+        valid = divisors(arch.layers // pp)
+        rule = f"{arch.layers} layers do not divide over PP {pp} × VP {vp} = {pp * vp} chunks: with PP {pp} valid are"
+        yield Fault(f"{section}.{VP}", vp, f"{rule} {in_words(valid)}", closest(vp, valid), (f"{section}.{PP}",))
 
 
 def _expert_faults(section: str, role: Role, arch: Architecture, ranks: int | None) -> Iterator[Fault]:

@@ -64,8 +64,8 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
          "critic.tensor_parallel_size = 2: 3 ranks do not divide into blocks of TP × PP = 2; nearest: TP1 × PP1 × DP3"),
         (f"{KL} reference.ranks=3-4", "reference.ranks = [3, 4]: the job has the ranks 0 to 3; nearest: all"),
         (f"{PPO} critic.pipeline_parallel_size=2 critic.virtual_pipeline_parallel_size=3",
-         "critic.virtual_pipeline_parallel_size = 3: 14 layers of a pipeline rank do not divide over 3: divisors are "
-         "1, 2, 7, 14; nearest: TP1 × PP2 × VP2 × DP2, TP1 × PP2 × VP7 × DP2, TP2 × PP2 × VP2 × DP1"),
+         "critic.virtual_pipeline_parallel_size = 3: 28 layers do not divide over PP 2 × VP 3 = 6 chunks: with PP 2 "
+         "valid are 1, 2, 7, 14; nearest: TP1 × PP2 × VP2 × DP2, TP1 × PP2 × VP7 × DP2, TP2 × PP2 × VP2 × DP1"),
         (f"{KL} reference.expert_parallel_size=2",
          "reference.expert_parallel_size = 2: qwen2 has no experts; nearest: 1"),
         (f"{PPO} critic.order=tp", "critic.order = tp: must name each of tp, cp, ep, dp, pp once; "
@@ -83,6 +83,7 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_one_role(tmp_path: Path, overrides: str, message: str) -> None:
+    """cases.md A09: layers, PP and VP are named."""
     assert faults(tmp_path, *overrides.split(), world_size=4) == [message]
 
 

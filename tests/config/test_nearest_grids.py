@@ -109,7 +109,7 @@ def test_the_bridge_can_lay_out_what_is_suggested(asked: Role, arch: Architectur
     [
         ({"virtual_pipeline_parallel_size": 2}, 4, "needs role.pipeline_parallel_size above 1"),
         ({"pipeline_parallel_size": 4, "virtual_pipeline_parallel_size": 3}, 4,
-         "7 layers of a pipeline rank do not divide over 3: divisors are 1, 7"),
+         "28 layers do not divide over PP 4 × VP 3 = 12 chunks: with PP 4 valid are 1, 7"),
         ({"context_parallel_size": 2, "tensor_parallel_size": 2}, 6,
          "6 ranks do not divide into blocks of TP × CP × PP = 4"),
     ],
