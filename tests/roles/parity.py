@@ -104,7 +104,7 @@ class Row:
         parallel.initialize(60, 0)
         self.folder, self.case = folder, case
         self.grid = parallel.Grid(**case.grid)
-        batch = _batch()
+        batch = matrix_batch()
         self.tokens = len(batch.responses.values)
         self.own = batch.select(list(range(self.grid.replica(self.grid.rank), len(batch), self.grid.dp)))
         self.found = Found()
@@ -167,7 +167,7 @@ class Row:
         self.found.add(column, name, whole.index_copy_(0, self.own.tokens["place"], values))
 
 
-def _batch() -> Any:
+def matrix_batch() -> Any:
     """The random batch with what both objectives ask for."""
     batch, draw = random_batch(**BATCH), torch.Generator().manual_seed(1)
     tokens = len(batch.responses.values)

@@ -80,16 +80,6 @@ def canonical(engine: Any) -> dict[str, Tensor]:
     return whole
 
 
-def split_differently(folder: Path, budgets: Sequence[int], share: Sequence[bool]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of one step under several cuts into micro-batches."""
-    found = []
-    for budget, shared in zip(budgets, share, strict=True):
-        case = Case("", 1, {}, {"micro_batch_tokens": budget, "share_prompts": shared})
-        metrics = learn(folder, case, {"lr": 0.0}, 1, {}).metrics[0]
-        found.append((metrics["loss"], metrics["engine/grad_norm"]))
-    return found
-
-
 def with_nan_outside_the_mask(folder: Path) -> list[dict[str, float]]:
     """Metrics of a step on the random batch, as it is and with NaN in every field outside its mask."""
     from rlflow.algorithms import PolicyObjective
@@ -119,20 +109,6 @@ def with_an_infinite_advantage(folder: Path) -> str:
     except FloatingPointError as error:
         return str(error)
     return ""
-
-
-def with_an_idle_replica(folder: Path, case: Case) -> list[dict[str, float]]:
-    """One step for which the last replica has no sample, and one for which none has."""
-    from rlflow.algorithms import PolicyObjective
-    from rlflow.config.schema import Optimizer
-
-    engine = make_engine(folder, case, Optimizer(lr=0.0))
-    batch = random_batch()
-    nothing = batch.select([])
-    own = batch if engine.grid.replica(engine.grid.rank) == 0 else nothing
-    return engine.tell(
-        [engine.train_step(part, PolicyObjective(), temperature=0.8, lr=0.0) for part in (own, nothing)]
-    )
 
 
 def outside(folder: Path, case: Case) -> tuple[Tensor, list[dict[str, float]], int]:

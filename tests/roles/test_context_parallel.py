@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.roles.runs import Case, canonical, make_engine, with_an_idle_replica
+from tests.roles.runs import Case, canonical, make_engine
 from tests.roles.samples import random_batch
 
 ONE = Case("one process", 1, {}, {"share_prompts": False})
@@ -101,16 +101,6 @@ def test_context_parallel_ranks_see_what_one_process_sees(
         assert found.metrics["engine/grad_norm"] == pytest.approx(expected.metrics["engine/grad_norm"], rel=1e-5)
     for name, gradient in expected.gradient.items():
         assert distance(ranks[0].gradient[name], gradient) < 1e-5, name
-
-
-def test_a_replica_without_samples_takes_part(
-    world: Callable[..., Any], single: Callable[[str], tuple[Path, Seen]]
-) -> None:
-    """cases.md B02: its ranks compute padding alone, and no rank waits for another."""
-    folder, _ = single("dense")
-    for some, none in world(4, with_an_idle_replica, folder, CP2_DP2):
-        assert none["tokens"] == none["loss"] == none["engine/grad_norm"] == 0
-        assert some["tokens"] > 0
 
 
 def in_bfloat16(folder: Path, case: Case) -> tuple[Tensor, dict[str, float]]:

@@ -1,4 +1,7 @@
-"""An engine gives transformers' log-probs and one process's gradients on every grid and under every cut."""
+"""An engine gives transformers' log-probs, one process's gradients over several steps, and precise failures.
+
+Every parallelism is compared with one process in `test_parity`, every cut into micro-batches in `test_cuts`.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +21,11 @@ World = Callable[..., Any]
 
 ONE = Case("one process", 1)
 PACKED = Case("prompts repeated", 1, {}, {"share_prompts": False})
-TP2 = Case("TP2", 2, {"tensor": 2})
-TP2_SP = Case("TP2 with sequence parallelism", 2, {"tensor": 2}, {"sequence_parallel": True})
 PP2 = Case("PP2", 2, {"pipeline": 2})
-PP2_FULL = Case("PP2, recomputed", 2, {"pipeline": 2}, {"recompute": "full"})
 DP2 = Case("DP2 with overlap", 2)
-DP2_PLAIN = Case("DP2, attention recomputed", 2, {}, {"overlap": False, "recompute": "selective"})
 TP2_ACROSS = Case("TP2 across neighbours of DP2", 4, {"ranks": [0, 2, 1, 3], "tensor": 2})
 TP2_PP2 = Case("TP2 × PP2", 4, {"tensor": 2, "pipeline": 2})
-TP2_PP2_DP2 = Case("TP2 × PP2 × DP2", 8, {"tensor": 2, "pipeline": 2}, {"sequence_parallel": True})
+VP2_DP2 = Case("PP2 × VP2 × DP2", 4, {"pipeline": 2}, {"virtual_pipeline": 2})
 
 GRADIENT_STEP = {"lr": 1e4, "eps": 1e4, "weight_decay": 0.0, "clip_grad": 0.0}
 """AdamW whose first step is the gradient itself, in float32: lr · g / (|g| + eps)."""
@@ -52,7 +51,7 @@ def references(models: list[Path]) -> list[Tensor]:
     return [reference_scores(folder, random_batch(), 0.9)[0] for folder in models]
 
 
-@pytest.mark.parametrize("case", [ONE, PACKED, TP2, TP2_SP, PP2, TP2_PP2], ids=names)
+@pytest.mark.parametrize("case", [ONE, PACKED, TP2_PP2], ids=names)
 def test_log_probs_are_those_of_transformers(
     world: World, models: list[Path], references: list[Tensor], case: Case
 ) -> None:
@@ -81,10 +80,10 @@ def assert_same_change(found: runs.Learned, expected: runs.Learned, tolerance: f
         assert (change - expected_change).abs().max() <= tolerance * expected_change.abs().max(), name
 
 
-@pytest.mark.parametrize("case", [TP2, TP2_SP, PP2, PP2_FULL, DP2, DP2_PLAIN, TP2_ACROSS, TP2_PP2_DP2], ids=names)
+@pytest.mark.parametrize("case", [TP2_ACROSS, TP2_PP2], ids=names)
 def test_gradients_are_those_of_one_process(world: World, models: list[Path], single: Any, case: Case) -> None:
     objective = {"entropy_coef": 0.01}
-    for model in (0, 3):  # tied (cases.md A05) and untied, without and with biases
+    for model in (0, 3):  # tied (cases.md A05) and untied, without and with biases, uneven and even stages
         expected = single(model, GRADIENT_STEP, 1, objective)
         ranks = world(case.ranks, runs.learn, models[model], case, GRADIENT_STEP, 1, objective)
         assert_same_change(ranks[0], expected, 1e-5)
@@ -92,7 +91,7 @@ def test_gradients_are_those_of_one_process(world: World, models: list[Path], si
         assert all(rank.metrics == ranks[0].metrics for rank in ranks)
 
 
-@pytest.mark.parametrize("case", [DP2, TP2_PP2_DP2], ids=names)
+@pytest.mark.parametrize("case", [DP2, VP2_DP2], ids=names)
 def test_several_clipped_steps_are_those_of_one_process(
     world: World, models: list[Path], single: Any, case: Case
 ) -> None:
@@ -102,14 +101,6 @@ def test_several_clipped_steps_are_those_of_one_process(
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
         assert mine["engine/grad_norm"] == pytest.approx(theirs["engine/grad_norm"], rel=1e-4)
     assert_same_change(found, expected, 1e-3)
-
-
-def test_cutting_into_micro_batches_changes_nothing(world: World, models: list[Path]) -> None:  # cases.md B09, B11
-    budgets, shared = [10_000, 150, 60, 40], [True, True, False, True]
-    first, *others = world(1, runs.split_differently, models[0], budgets, shared)[0]
-    for loss, grad_norm in others:
-        assert loss == pytest.approx(first[0], abs=1e-6)
-        assert grad_norm == pytest.approx(first[1], rel=1e-5)
 
 
 def test_nan_outside_the_mask_reaches_nothing(world: World, models: list[Path]) -> None:  # cases.md B01
@@ -124,14 +115,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run(world: World, models: list[P
 
 def test_the_first_update_is_on_policy(world: World, models: list[Path]) -> None:
     assert world(1, runs.with_nan_outside_the_mask, models[2])[0][0]["ratio_error_max"] < 1e-5
-
-
-def test_a_replica_without_samples_takes_part(world: World, models: list[Path], single: Any) -> None:  # cases.md B02
-    expected = single(0, {"lr": 0.0}, 1, {}).metrics[0]
-    for some, none in world(2, runs.with_an_idle_replica, models[0], DP2):
-        assert some["engine/grad_norm"] == pytest.approx(expected["engine/grad_norm"], rel=1e-5)
-        assert some["tokens"] == expected["tokens"]
-        assert none["tokens"] == none["loss"] == none["engine/grad_norm"] == 0
 
 
 def test_ranks_outside_the_grid_hold_nothing(world: World, models: list[Path]) -> None:
