@@ -75,6 +75,7 @@ def _to_verify(config: Config) -> Config:
 
 def _parity(config: Config, actor: Engine, rollout: VLLMRollout) -> tuple[str, bool]:
     """Log-probs of the engine's samples, by the engine and by the actor whose weights it has taken."""
+    actor.residency.load("weights")
     rollout.sync(actor.layout, actor.parameters_by_name())
     prompts = list(random_prompts(actor.layout.arch.vocab, config.rollout.max_prompt_length))
     samples = _gathered(rollout.generate(prompts, n=1, temperature=1.0, step=0))

@@ -23,11 +23,13 @@ from rlflow.roles.training import Training
 def save(engine: Engine, folder: Path) -> None:
     """Write the engine's shards; every rank of the engine's grid calls it with the same folder, no other does."""
     folder.mkdir(parents=True, exist_ok=True)
-    if engine.training is not None:
-        engine.training.gather_parameters()
-    shards = _shards(engine, is_loading=False)
-    with sub_world(engine.grid.everyone):
-        dist_checkpointing.save(shards, str(folder))
+    with engine.residency.using(weights=True, optimizer=True):
+        if engine.training is not None:
+            engine.training.gather_parameters()
+            _prepare_state(engine.training)
+        shards = _shards(engine, is_loading=False)
+        with sub_world(engine.grid.everyone):
+            dist_checkpointing.save(shards, str(folder))
 
 
 def load(engine: Engine, folder: Path, updates: int) -> None:
@@ -35,9 +37,14 @@ def load(engine: Engine, folder: Path, updates: int) -> None:
 
     Every rank of the engine's grid calls it, no other does.
     """
+    with engine.residency.using(weights=True, optimizer=True):
+        _load(engine, folder, updates)
+
+
+def _load(engine: Engine, folder: Path, updates: int) -> None:
     training = engine.training
     if training is not None:
-        _prepare_moments(training)
+        _prepare_state(training)
     shards = _shards(engine, is_loading=True)
     with sub_world(engine.grid.everyone):
         state = dist_checkpointing.load(shards, str(folder))
@@ -79,14 +86,21 @@ def _torch_states(training: Training) -> list[tuple[torch.optim.Optimizer, torch
     return [(adam, parameter) for adam in adams for group in adam.param_groups for parameter in group["params"]]
 
 
-def _prepare_moments(training: Training) -> None:
-    """torch's AdamW makes its state at the first step; loading needs it before."""
+def _prepare_state(training: Training) -> None:
+    """Optimizers make their state at the first step; loading needs it before, and saving if there was no step yet."""
     for adam, parameter in _torch_states(training):
-        adam.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        if not adam.state[parameter]:
+            adam.state[parameter] = {
+                # where the fused kernel, which we ask for, reads it
+                "step": torch.tensor(0.0, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+    for optimizer in _optimizers(training):
+        if not isinstance(optimizer.optimizer, torch.optim.Adam):
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+            for group in optimizer.optimizer.param_groups:
+                group.setdefault("step", 0)  # Transformer Engine's and apex's count per group
 
 
 @contextlib.contextmanager
@@ -113,7 +127,6 @@ def _restore_step_counts(training: Training, updates: int) -> None:
     for optimizer in _optimizers(training):
         if not isinstance(optimizer.optimizer, torch.optim.Adam):
             for group in optimizer.optimizer.param_groups:
-                group["step"] = updates  # Transformer Engine's and apex's count per group
+                group["step"] = updates
     for adam, parameter in _torch_states(training):
-        # where the fused kernel, which we ask for, reads it
         adam.state[parameter]["step"] = torch.tensor(float(updates), device=parameter.device)

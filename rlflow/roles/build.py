@@ -95,6 +95,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         virtual_pipeline=role.virtual_pipeline_parallel_size, share_prompts=role.share_prompts,
         sequence_parallel=role.sequence_parallel, recompute=role.recompute, overlap=role.overlap,
         logprob_chunk_tokens=role.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
+        offload=role.offload,
         **(_expert_options(config.actor) if name == "actor" else {}),
     )  # fmt: skip
     if makes_head:
@@ -102,6 +103,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         engine.load_language_model(path, head=config.critic.head, seed=seed)
     else:
         engine.load_hf(path)
+    engine.residency.offload()  # the next role is built where it was
     return engine
 
 

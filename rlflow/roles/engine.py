@@ -42,6 +42,7 @@ from rlflow.models.config import Recompute
 from rlflow.models.expert_load import AuxiliaryLoss, ExpertLoad
 from rlflow.parallel import Grid, active, device
 from rlflow.roles.forward import Forward, Scored
+from rlflow.roles.residency import Residency
 from rlflow.roles.training import Training, join_as_outsider
 
 Objective = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -61,7 +62,8 @@ class Engine:
     `share_prompts` asks for prompts to be computed once; the attribute says whether the attention allows it.
     `routing` is the shape of the batches' field of that name, from which routers then take their choice of experts.
     `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` chooses the layer
-    spec, None: Transformer Engine's where it can be used.
+    spec, None: Transformer Engine's where it can be used. With `offload` each pass brings what it needs to the GPU and
+    away again, unless `residency` is told to keep it there.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Engine:
         router_replay: bool = False,
         moe_aux_loss_coef: float = 0.0,
         moe_aux_loss: AuxiliaryLoss = "global",
+        offload: bool = False,
     ) -> None:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
@@ -93,6 +96,7 @@ class Engine:
         self.routing = _routing_shape(architecture) if router_replay else None
         self.chunks: list[Model] = []
         self.training: Training | None = None
+        self.residency = Residency(self, offload=offload)
         if not grid.is_member:
             if optimizer is not None:
                 join_as_outsider()
@@ -155,7 +159,8 @@ class Engine:
         if not self.grid.is_member:
             return []
         look = partial(_look, forward=self._forward(batch, **how))
-        return self._run(self._micro_batches(batch, with_last=with_last), look, forward_only=True)
+        with self.residency.using(weights=True):
+            return self._run(self._micro_batches(batch, with_last=with_last), look, forward_only=True)
 
     def _forward(self, batch: Batch, **how: Any) -> Forward:
         """How this batch goes through; where routing is replayed, to the experts that sampled it."""
@@ -186,13 +191,14 @@ class Engine:
         forward = self._forward(batch, temperature=temperature, with_entropy=with_entropy)
         fields = {name: values for name, values in batch.to(device()).tokens.items() if name != ROUTING}
         learn = partial(_learn, forward=forward, fields=fields, objective=objective)
-        if self.load is not None:
-            look = partial(_look, forward=forward)
-            self.load.prepare(micro_batches, lambda: self._run(micro_batches, look, forward_only=True))
-        self.training.prepare(lr)
-        parts = self._run(micro_batches, learn, forward_only=False)
-        with active(self.grid):
-            _, grad_norm, _ = self.training.optimizer.step()
+        with self.residency.using(weights=True, gradients=True, optimizer=True):
+            if self.load is not None:
+                look = partial(_look, forward=forward)
+                self.load.prepare(micro_batches, lambda: self._run(micro_batches, look, forward_only=True))
+            self.training.prepare(lr)
+            parts = self._run(micro_batches, learn, forward_only=False)
+            with active(self.grid):
+                _, grad_norm, _ = self.training.optimizer.step()
         if not math.isfinite(grad_norm):  # the same on every rank of the grid, so that all of them stop here
             raise FloatingPointError(f"the gradient's norm is {grad_norm}: no weights of this step can be used")
         metrics = self._measure(parts, micro_batches, float(grad_norm))
@@ -271,7 +277,10 @@ class Engine:
             )
 
     def parameters_by_name(self) -> dict[str, Tensor]:
-        """The live parameters of this rank under the layout's names, complete; none outside the grid."""
+        """The live parameters of this rank under the layout's names, complete; none outside the grid.
+
+        They must be on the device (`residency`), as they are when the engine is made and first filled.
+        """
         if not self.grid.is_member:
             return {}
         if self.training is not None:
@@ -296,7 +305,8 @@ class Engine:
 
     def export_hf(self, source: str | Path, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder, with the other files of `source`. Collective over the job."""
-        export_hf(folder, self.layout, self.parameters_by_name(), source=source, rank=self.grid.rank)
+        with self.residency.using(weights=True):
+            export_hf(folder, self.layout, self.parameters_by_name(), source=source, rank=self.grid.rank)
 
 
 def _look(

@@ -27,6 +27,11 @@ def update(reference: Engine, actor: Engine, ema: float | None) -> None:
     The average is computed in float32 and kept in the reference's dtype: in bfloat16 a change by less than 1/512 of a
     weight may be rounded away each time, so update rarely there rather than with an `ema` near 1.
     """
+    with actor.residency.using(weights=True), reference.residency.using(weights=True):
+        _update(reference, actor, ema)
+
+
+def _update(reference: Engine, actor: Engine, ema: float | None) -> None:
     source, target = actor.parameters_by_name(), reference.parameters_by_name()
     if actor.layout == reference.layout:
         for name, weight in target.items():

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from rlflow.parallel import device
-from rlflow.roles.engine import Engine
 from rlflow.roles.host_memory import HostMemory, drop, zero
+
+if TYPE_CHECKING:
+    from rlflow.roles.engine import Engine
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -40,7 +42,7 @@ class Residency:
     checkpoint too. Gradients are not kept from one step to the next. `mover` replaces what moves, for tests.
     """
 
-    def __init__(self, engine: Engine, offload: bool, mover: Mover | None = None) -> None:
+    def __init__(self, engine: Engine, *, offload: bool, mover: Mover | None = None) -> None:
         moves = offload and device().type == "cuda"
         self._mover: Mover | None = EngineMover(engine) if moves and mover is None else mover
         self._away: set[Part] = set()

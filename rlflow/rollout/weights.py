@@ -58,7 +58,7 @@ class WeightReceiver:
         self.layout, self._wanted = layout, LoaderLayout(layout)
         self._portions = portions(layout.arch, max(1, bucket_bytes // dtype.itemsize))
         self._tensors = bind(llm, layout, self._rank) if llm is not None and not quantized else {}
-        self._last: tuple[Layout, dict[str, int], Transfer] | None = None
+        self._last: tuple[Layout, dict[str, torch.Tensor], Transfer] | None = None
         self._through_loader: tuple[Layout, dict[Portion, Transfer]] | None = None
         self.proofs: list[Proof | None] = self._prove() if startup_proof and not quantized else []
         self.in_place = not quantized and not any(proof is not None and proof.different for proof in self.proofs)
@@ -139,13 +139,16 @@ class WeightReceiver:
         return traffic
 
     def _bound(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Transfer:
-        """The transfer from these tensors, made once as long as the same ones come to every rank."""
-        places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        known = self._last is not None and self._last[:2] == (layout, places)
+        """The transfer from these tensors, made once as long as the same ones come to every rank.
+
+        They may lie elsewhere each time: between two syncs their memory may have been given to others.
+        """
+        given = dict(tensors.items())
+        known = self._last is not None and self._last[0] == layout and _are_same(self._last[1], given)
         # A new transfer's first run agrees with the other ranks' first runs: where one rank needs it, all make one.
         known_everywhere = all(same for (same,) in gather_integers(or_default(None), [known]))
         if self._last is None or not known_everywhere:
-            self._last = layout, places, self._connect(layout, self.layout, tensors, self._tensors)
+            self._last = layout, given, self._connect(layout, self.layout, tensors, self._tensors)
         return self._last[2]
 
     def _connect(
@@ -214,6 +217,10 @@ class WeightReceiver:
         """Forget vLLM's parameters, whose engine is about to end."""
         self._llm, self._tensors, self._last = None, {}, None
         self._through_loader = None
+
+
+def _are_same(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(some[name] is tensor for name, tensor in others.items())
 
 
 def _some(faults: Sequence[str]) -> str:

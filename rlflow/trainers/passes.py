@@ -22,6 +22,7 @@ from rlflow.tracking import Tracker
 from rlflow.trainers.experience import Experience, mini_batch, without_zero_gradient
 
 Metrics = list[dict[str, float]]  # of one optimizer step after another
+EVERYTHING = {"weights": True, "gradients": True, "optimizer": True}  # what steps need on the GPU
 
 
 class OptimizerStep(NamedTuple):
@@ -97,7 +98,7 @@ class Passes:
         if roles.critic is not None:
             experience.move("actor", "critic", tokens=["mask", "returns"])
             lr = learning_rate(self.config.critic_optimizer, state.step, self.steps)
-            with self.tracker.phase("update/critic"):
+            with self.tracker.phase("update/critic"), roles.critic.residency.using(**EVERYTHING):
                 for batch in self._mini_batches("critic", experience):
                     yield OptimizerStep("critic", batch, {"objective": self.value_objective, "lr": lr})
         if roles.critic is None or state.step >= self.config.critic.warmup_steps:
@@ -108,7 +109,8 @@ class Passes:
                 "temperature": self.config.rollout.temperature,
                 "with_entropy": self.config.algorithm.entropy_coef > 0,
             }
-            with self.tracker.phase("update/actor"):
+            roles.actor.residency.load("weights")  # and keep them there: the rollout takes them next
+            with self.tracker.phase("update/actor"), roles.actor.residency.using(**EVERYTHING):
                 # What the auxiliary loss of experts says of a sample does not depend on its advantage.
                 skips = self.config.algorithm.skip_zero_advantage and not self.config.actor.moe_aux_loss_coef
                 for batch in self._mini_batches("actor", experience):

@@ -28,7 +28,7 @@ def residency(diary: Diary) -> Any:
     from rlflow.roles.residency import Residency
 
     engine: Any = None  # only a mover would look at it
-    return Residency(engine, True, diary)
+    return Residency(engine, offload=True, mover=diary)
 
 
 def test_a_phase_brings_what_it_needs_and_takes_away_what_it_brought() -> None:
