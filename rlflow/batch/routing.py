@@ -6,6 +6,7 @@ They are moved and cut like any other field of prompt and response tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,15 @@ def add_routing(batch: Batch, samples: Sequence[Sample], shape: RoutingShape) ->
     flat = {id(sample): _flat(sample, nothing) for sample in samples}
     batch.prompt_tokens[ROUTING] = torch.cat([nothing, *(flat[id(firsts[prompt])][0] for prompt in prompts)])
     batch.tokens[ROUTING] = torch.cat([nothing, *(flat[id(sample)][1] for sample in samples)])
+
+
+def without_routing(batch: Batch) -> Batch:
+    """The batch for those who have no routers to tell."""
+    tokens, prompt_tokens = (
+        {name: values for name, values in fields.items() if name != ROUTING}
+        for fields in (batch.tokens, batch.prompt_tokens)
+    )
+    return replace(batch, tokens=tokens, prompt_tokens=prompt_tokens)
 
 
 def _flat(sample: Sample, like: Tensor) -> tuple[Tensor, Tensor]:

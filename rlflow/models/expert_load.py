@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from rlflow.batch import MicroBatch
-from rlflow.models.routing import ExpertRouter, connect_routers
+from rlflow.models.routing import ExpertRouter, connect_routers, expert_rows
 from rlflow.parallel import Grid, device
 
 AuxiliaryLoss = Literal["global", "micro-batch"]
@@ -59,19 +59,40 @@ class ExpertLoad:
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device())  # choices of each expert by rows here
         self.scores = torch.zeros_like(self.counts)  # sums of their scores
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], forward: Callable[[], object]) -> None:
-        """Before the forwards of a step; `forward` runs them once without gradients, where the loss needs it."""
+    def prepare(
+        self, micro_batches: Sequence[MicroBatch], routing: Tensor | None, forward: Callable[[], object]
+    ) -> None:
+        """Before the forwards of a step; `forward` runs them once without gradients, where the loss needs that.
+
+        It does not where `routing`, as `expert_rows` wants it, gives the choice.
+        """
         rows = torch.stack([part.samples_of_row.sum(dtype=torch.float64) for part in micro_batches]).sum()
         if self.grid.dp > 1:
             dist.all_reduce(rows, group=self.grid.groups.dp)
         self.rows = float(rows)
         self._clear()
-        if self.coef and self.over == "global":
+        if not self.coef or self.over != "global":
+            return
+        if routing is not None:
+            self._count_given(micro_batches, routing)
+        else:
             self.counting = True
             forward()
             self.counting = False
-            self.shares = _shares(self._over_ranks(self.counts)).float()
-            self._clear()
+        self.shares = _shares(self._over_ranks(self.counts)).float()
+        self._clear()
+
+    def _count_given(self, micro_batches: Sequence[MicroBatch], routing: Tensor) -> None:
+        """Count a given choice, each row on one of the ranks that know of it."""
+        if self.grid.here["tp"] or self.grid.here["cp"] or not len(routing):
+            return
+        for part in micro_batches:
+            rows = expert_rows(part, routing)
+            assert rows.chosen is not None
+            for column, place in self.place.items():
+                chosen = rows.chosen[:, column].long()
+                weights = rows.samples.double()[:, None].expand_as(chosen)
+                self.counts[place].scatter_add_(0, chosen.flatten(), weights.flatten())
 
     def see(self, router: ExpertRouter, weights: Tensor, chosen: Tensor, logits: Tensor, samples: Tensor) -> Tensor:
         """Take note of a router's choice; returns its `weights`, behind which the loss waits for the backward pass.

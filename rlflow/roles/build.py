@@ -96,7 +96,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         sequence_parallel=role.sequence_parallel, recompute=role.recompute, overlap=role.overlap,
         logprob_chunk_tokens=role.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
         offload=role.offload,
-        **(_expert_options(config.actor) if name == "actor" else {}),
+        **_expert_options(config.actor, name, own, architecture),
     )  # fmt: skip
     if makes_head:
         seed = derive_seed(config.trainer.seed, "value head")
@@ -107,10 +107,15 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
     return engine
 
 
-def _expert_options(actor: Actor) -> dict[str, Any]:
-    """How the actor's routers are trained and told their choice; those of other roles choose for themselves."""
-    names = ("router_replay", "moe_aux_loss_coef", "moe_aux_loss")
-    return {name: getattr(actor, name) for name in names}
+def _expert_options(actor: Actor, name: str, own: Architecture, policy: Architecture) -> dict[str, Any]:
+    """How a role's routers are trained, and whether they take the rollout's choice.
+
+    A reference like the actor takes it, too: the divergence of equal weights is zero then, whatever rounding does.
+    """
+    alike = (own.experts, own.layer_kinds) == (policy.experts, policy.layer_kinds)
+    replays = {"router_replay": actor.router_replay and name in ("actor", "reference") and alike}
+    trained = {"moe_aux_loss_coef": actor.moe_aux_loss_coef, "moe_aux_loss": actor.moe_aux_loss}
+    return replays | (trained if name == "actor" else {})
 
 
 def _optimizer(config: Config, name: str) -> Optimizer | None:

@@ -194,7 +194,9 @@ class Engine:
         with self.residency.using(weights=True, gradients=True, optimizer=True):
             if self.load is not None:
                 look = partial(_look, forward=forward)
-                self.load.prepare(micro_batches, lambda: self._run(micro_batches, look, forward_only=True))
+                self.load.prepare(
+                    micro_batches, forward.routing, lambda: self._run(micro_batches, look, forward_only=True)
+                )
             self.training.prepare(lr)
             parts = self._run(micro_batches, learn, forward_only=False)
             with active(self.grid):

@@ -37,7 +37,7 @@ from rlflow.batch import (
     move_tokens,
     place,
 )
-from rlflow.batch.routing import add_routing
+from rlflow.batch.routing import add_routing, without_routing
 from rlflow.batch.sample import Prompt
 from rlflow.config.schema import Algorithm
 from rlflow.parallel import Grid, device
@@ -95,13 +95,15 @@ def collect(
     known = catalogue(local, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
     parts = _cut_by_group(known, len(prompts), mini_batches)
     spread = {name: _spread(known.sizes(), parts, engine) for name, engine in roles.items()}
+    placements = {name: _placement(steps, roles[name].grid) for name, steps in spread.items()}
+    routed = {placements[name] for name, engine in roles.items() if engine.routing is not None}
     shares: dict[Placement, Share] = {}
-    for name, steps in spread.items():
-        placement = _placement(steps, roles[name].grid)
+    for name, placement in placements.items():
         if placement not in shares:
-            rows = _rows(steps, roles[name].grid)
-            shares[placement] = Share(placement, exchange(local, known, placement), rows)
-    return Experience(known, {name: shares[_placement(steps, roles[name].grid)] for name, steps in spread.items()})
+            sent = local if placement in routed else without_routing(local)
+            rows = _rows(spread[name], roles[name].grid)
+            shares[placement] = Share(placement, exchange(sent, known, placement), rows)
+    return Experience(known, {name: shares[placement] for name, placement in placements.items()})
 
 
 def _cut_by_group(known: Catalogue, groups: int, parts: int) -> list[list[int]]:

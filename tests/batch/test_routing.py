@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlflow.batch import Batch, Prompt, Sample
-from rlflow.batch.routing import ROUTING, RoutingShape, add_routing
+from rlflow.batch.routing import ROUTING, RoutingShape, add_routing, without_routing
 
 SHAPE = RoutingShape(layers=2, per_token=2, experts=8)
 
@@ -37,6 +37,14 @@ def test_a_rank_without_samples_has_the_same_fields() -> None:
     add_routing(batch, [], SHAPE._replace(experts=512))
     assert batch.tokens[ROUTING].shape == batch.prompt_tokens[ROUTING].shape == (0, 4)
     assert batch.tokens[ROUTING].dtype == torch.int16  # uint8 numbers 256 experts
+
+
+def test_roles_without_routers_get_none() -> None:
+    samples = [sample(Prompt("a", [1], {}, None), 0, 2)]
+    batch = batch_of(samples)
+    add_routing(batch, samples, SHAPE)
+    plain = without_routing(batch)
+    assert (set(batch.tokens) - set(plain.tokens), dict(plain.prompt_tokens)) == ({ROUTING}, {})
 
 
 def test_routing_that_does_not_fit_its_tokens_is_refused() -> None:
