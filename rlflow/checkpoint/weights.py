@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 
 from rlflow.parallel import active
 from rlflow.parallel.sub_world import sub_world
+from rlflow.roles import hybrid
 from rlflow.roles.engine import Engine
 from rlflow.roles.training import Training
 
@@ -97,7 +98,9 @@ def _prepare_state(training: Training) -> None:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
     for optimizer in _optimizers(training):
-        if not isinstance(optimizer.optimizer, torch.optim.Adam):
+        if hybrid.is_hybrid(optimizer.optimizer):
+            hybrid.make_state(optimizer.optimizer)
+        elif not isinstance(optimizer.optimizer, torch.optim.Adam):
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
             for group in optimizer.optimizer.param_groups:
                 group.setdefault("step", 0)  # Transformer Engine's and apex's count per group
@@ -125,7 +128,9 @@ def _set_with_step(optimizer: Any, model_parameter: torch.Tensor, tensors: dict[
 def _restore_step_counts(training: Training, updates: int) -> None:
     """A tensor for each parameter: one that they share would advance many times a step."""
     for optimizer in _optimizers(training):
-        if not isinstance(optimizer.optimizer, torch.optim.Adam):
+        if hybrid.is_hybrid(optimizer.optimizer):
+            hybrid.finish_loading(optimizer.optimizer, updates)
+        elif not isinstance(optimizer.optimizer, torch.optim.Adam):
             for group in optimizer.optimizer.param_groups:
                 group["step"] = updates
     for adam, parameter in _torch_states(training):

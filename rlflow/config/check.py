@@ -103,7 +103,10 @@ def sampling_faults(config: Config) -> Iterator[Fault]:
 
 
 def optimizer_faults(config: Config) -> Iterator[Fault]:
-    """Schedules that contradict themselves or outlast the run, of the actor and, where there is one, of the critic."""
+    """Schedules that contradict themselves or outlast the run, and weights that the host cannot update.
+
+    Of the actor and, where there is one, of the critic.
+    """
     steps, with_critic = config.trainer.steps, config.algorithm.advantage == "gae"
     warmups = {"optimizer": config.optimizer.warmup_steps}
     schedules = {"optimizer": config.optimizer}
@@ -114,6 +117,9 @@ def optimizer_faults(config: Config) -> Iterator[Fault]:
         if optimizer.min_lr > optimizer.lr:
             rule = f"must be at most {section}.lr = {optimizer.lr}"
             yield Fault(f"{section}.min_lr", optimizer.min_lr, rule, str(optimizer.lr), (f"{section}.lr",))
+        if optimizer.cpu_offload and config.model.dtype != "bfloat16":
+            rule = "the host updates float32 weights of a bfloat16 model; megatron-core cannot resume those of another"
+            yield Fault(f"{section}.cpu_offload", optimizer.cpu_offload, rule, "0.0", ("model.dtype",))
     for section, warmup in warmups.items():
         if steps is not None and warmup > steps:
             rule = f"must be at most trainer.steps = {steps}"

@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 
 from rlflow.config.schema import Optimizer
 from rlflow.models import Model
-from rlflow.parallel import Grid, active
+from rlflow.parallel import Grid, active, device
 
 
 class Training:
@@ -67,6 +67,7 @@ class Training:
         )
 
     def _make_optimizer(self, settings: Optimizer, dtype: torch.dtype) -> Any:
+        on_host = settings.cpu_offload if device().type == "cuda" else 0.0  # elsewhere the host has everything
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -80,6 +81,10 @@ class Training:
             params_dtype=dtype,
             use_distributed_optimizer=True,
             overlap_param_gather=self.overlap,
+            optimizer_cpu_offload=on_host > 0,
+            optimizer_offload_fraction=on_host,
+            overlap_cpu_optimizer_d2h_h2d=on_host > 0,
+            use_precision_aware_optimizer=on_host > 0,  # else the GPU keeps float32 weights all the same
         )
         return get_megatron_optimizer(
             config,

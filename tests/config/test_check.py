@@ -199,6 +199,12 @@ def test_lists_of_ranks(tmp_path: Path) -> None:
         assert fault == f"actor.ranks = {ranks}: must be different ranks in ascending order; nearest: all"
 
 
+def test_the_host_updates_only_bfloat16_models(tmp_path: Path) -> None:
+    assert faults(tmp_path, "optimizer.cpu_offload=0.5", "model.dtype=bfloat16") == []
+    (fault,) = faults(tmp_path, "optimizer.cpu_offload=0.5", "model.dtype=float32")
+    assert fault.startswith("optimizer.cpu_offload = 0.5: the host updates float32 weights of a bfloat16 model")
+
+
 def test_batch_arithmetic(tmp_path: Path) -> None:
     """cases.md H04: 8 ranks, TP2 PP2 so DP2, 4 mini-batches, 6 prompts, n 2: 12 % 8 = 4."""
     overrides = ("actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=2", "algorithm.mini_batches=4")
