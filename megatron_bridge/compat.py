@@ -207,6 +207,16 @@ def vllm_scheduler(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def take_no_vllm_routing(llm: Any) -> None:
+    """Let a rank whose outputs nobody reads schedule without the experts of its tokens.
+
+    vLLM 0.32 hands them to the first tensor-parallel rank alone, and asks every rank that schedules for them.
+    """
+    connector = getattr(vllm_scheduler(llm), "aux_output_connector", None)
+    if connector is not None:
+        connector.take_output = lambda request, output: None
+
+
 def vllm_cache_slots(llm: Any) -> int:
     """Tokens that the key-value cache of an engine of this process holds."""
     cache = llm.llm_engine.vllm_config.cache_config

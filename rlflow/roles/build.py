@@ -96,7 +96,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         sequence_parallel=role.sequence_parallel, recompute=role.recompute, overlap=role.overlap,
         logprob_chunk_tokens=role.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
         offload=role.offload,
-        **_expert_options(config.actor, name, own, architecture),
+        **expert_options(config.actor, name, own, architecture),
     )  # fmt: skip
     if makes_head:
         seed = derive_seed(config.trainer.seed, "value head")
@@ -107,7 +107,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
     return engine
 
 
-def _expert_options(actor: Actor, name: str, own: Architecture, policy: Architecture) -> dict[str, Any]:
+def expert_options(actor: Actor, name: str, own: Architecture, policy: Architecture) -> dict[str, Any]:
     """How a role's routers are trained, and whether they take the rollout's choice.
 
     A reference like the actor takes it, too: the divergence of equal weights is zero then, whatever rounding does.

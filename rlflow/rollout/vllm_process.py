@@ -69,6 +69,8 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
             compat.start_vllm_cpu_stage(llm)
             if with_routing:
                 routing.RoutingRecorder(llm, architecture)
+        elif with_routing and dist.get_rank() % config.tensor_parallel_size:
+            compat.take_no_vllm_routing(llm)
         return llm
 
 

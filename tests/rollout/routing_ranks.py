@@ -32,7 +32,7 @@ def sample_and_score(folder: Path, dtype: str) -> Routed:
     parallel.initialize(60, 0)
     architecture = load_architecture(folder)
     config = Rollout(
-        max_prompt_length=64, max_response_length=32, dtype=dtype, kv_cache_gib=0.05,
+        max_prompt_length=64, max_response_length=32, dtype=dtype, kv_cache_gib=0.5,
         max_num_seqs=32, ignore_eos=True,
     )  # fmt: skip
     rollout = VLLMRollout(
@@ -59,6 +59,6 @@ def _score(seen: Routed, actor: Any, samples: list[Sample]) -> None:
     add_routing(batch, samples, shape)
     for name, routing in (("replay", shape), ("choose", None)):
         actor.routing = routing
-        gap = (actor.log_probs(batch, 1.0) - batch.tokens["rollout_log_probs"]).abs()
+        gap = (actor.log_probs(batch, 1.0).cpu() - batch.tokens["rollout_log_probs"]).abs()
         seen.gaps[name] = torch.cat([seen.gaps.get(name, gap[:0]), gap])
     actor.routing = shape

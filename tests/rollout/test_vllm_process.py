@@ -1,9 +1,11 @@
 """vLLM's options that follow from the configuration."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_bridge.compat import take_no_vllm_routing
 from megatron_bridge.families import Architecture
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
@@ -66,3 +68,11 @@ def test_vllm_is_told_how_the_model_is_cut_and_kept() -> None:
 def test_a_cpu_does_not_quantize() -> None:
     with pytest.raises(UserError, match=r"rollout\.quantization: fp8 needs a GPU: set it to null on a CPU"):
         engine_options(QWEN2_0B5, Rollout(quantization="fp8"), dtype="bfloat16", timeout_seconds=5, on_gpu=False)
+
+
+def test_a_rank_whose_outputs_nobody_reads_schedules_without_routing() -> None:
+    """vLLM 0.32 would fail there: its connector asserts that the rank's own worker has told of every request."""
+    connector = SimpleNamespace(take_output=lambda request, output: output[request])
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(aux_output_connector=connector)))
+    take_no_vllm_routing(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
+    assert connector.take_output("request", None) is None

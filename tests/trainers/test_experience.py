@@ -4,9 +4,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rlflow.batch import Batch, Prompt, Sample
+from rlflow.batch.routing import ROUTING, RoutingShape
 from rlflow.config import Algorithm
 from rlflow.parallel import Grid
 from rlflow.trainers.experience import add_advantages, collect, mini_batch
@@ -56,6 +58,39 @@ def learned(batch: Batch) -> Learned:
         batch.tokens["advantages"][first].tolist(),
         float(batch.tokens["weights"].sum()),
     )
+
+
+def route(sample: Sample) -> Sample:
+    """Each token that was computed goes to expert 10·prompt + index, on the only layer."""
+    rows = len(sample.prompt.token_ids) + len(sample.response_ids) - 1
+    number = 10 * int(sample.prompt.id.removeprefix("train/")) + sample.index
+    sample.routing = torch.full((rows, 1, 1), number, dtype=torch.uint8)
+    return sample
+
+
+def collect_routed() -> tuple[list[tuple[int, int]], dict[str, torch.Tensor], bool]:
+    """What the actor on rank 1 gets of routing that ranks 0 and 1 sampled, and whether the critic on rank 0 has any."""
+    mine = [route(respond(number, index)) for number in range(4) for index in range(N) if number % 2 == dist.get_rank()]
+    roles: dict[str, Any] = {
+        name: SimpleNamespace(
+            grid=Grid((rank,)), architecture=SimpleNamespace(hidden=8), share_prompts=True, routing=routing
+        )
+        for name, rank, routing in (("actor", 1, RoutingShape(1, 1, 64)), ("critic", 0, None))
+    }
+    shares = collect(mine, PROMPTS, roles, mini_batches=1).shares
+    batch = shares["actor"].batch
+    samples = list(zip(batch.samples["group"].tolist(), batch.samples["index"].tolist(), strict=True))
+    found = {"response": batch.tokens[ROUTING][:, 0], "prompt": batch.prompt_tokens[ROUTING][:, 0]}
+    return samples, found, ROUTING in shares["critic"].batch.tokens
+
+
+def test_routing_goes_with_its_tokens_and_to_none_but_the_roles_that_replay(world):
+    samples, found, given_to_critic = world(2, collect_routed)[1]
+    assert len(samples) == 4 * N
+    assert found["response"].tolist() == [10 * g + i for g, i in samples for _ in range(g + 1)]
+    groups = list(dict.fromkeys(g for g, _ in samples))
+    assert found["prompt"].tolist() == [10 * g for g in groups for _ in PROMPTS[g].token_ids]
+    assert not given_to_critic
 
 
 @pytest.mark.parametrize("actor_ranks", [(0, 1, 2), (0, 1), (1, 2), (2,)])
