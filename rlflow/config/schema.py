@@ -151,8 +151,10 @@ class Optimizer:
     clip_grad: float = key(
         "Largest global norm of the gradient; 0: no clipping.", 1.0, minimum=0, known_as=("max_grad_norm", "grad_clip")
     )
-    cpu_offload: float = key("Share of the optimizer's state that the host keeps and updates.", 0.0, minimum=0,
-                             maximum=1, known_as=("optimizer_offload_fraction",))  # fmt: skip
+    cpu_offload: float = key(
+        "Share of the optimizer's state that the host keeps and updates; without a GPU it has all.", 0.0, minimum=0,
+        maximum=1, known_as=("optimizer_offload_fraction",),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
