@@ -109,7 +109,7 @@ def _layer_values(arch: Architecture) -> dict[str, Any]:
 
 
 def _expert_values(arch: Architecture, grid: Grid, transformer_engine: bool) -> dict[str, Any]:
-    """Routed and shared experts; every token reaches all that its router chose, and nothing is added to the loss."""
+    """Routed and shared experts; every token reaches all that its router chose. `expert_load` evens them out."""
     if (experts := arch.experts) is None:
         return {}
     groups = {"moe_router_num_groups": experts.groups, "moe_router_group_topk": experts.groups_per_token}
