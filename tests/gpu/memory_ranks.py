@@ -32,7 +32,7 @@ def leave_and_come_back(folder: Path) -> Stay:
     seen = Stay()
     stayed, engine = (trained_engine(folder, offload=leaves) for leaves in (False, True))
     seen.parameters = sum(parameter.numel() for parameter in engine.chunks[0].parameters())
-    held = [as_bytes(storage).clone() for part in ("weights", "optimizer") for storage in storages_of(engine, part)]
+    held = [as_bytes(storage).cpu() for part in ("weights", "optimizer") for storage in storages_of(engine, part)]
     torch.cuda.empty_cache()
     note(seen, "there")
     for number in range(2):  # the first time takes the host's memory too
@@ -41,7 +41,7 @@ def leave_and_come_back(folder: Path) -> Stay:
         seen.seconds[f"back {number}"] = timed(engine.residency.load)
     assert engine.residency.on_device == PARTS
     now = [as_bytes(storage) for part in ("weights", "optimizer") for storage in storages_of(engine, part)]
-    seen.bytes_equal = all(torch.equal(before, after) for before, after in zip(held, now, strict=True))
+    seen.bytes_equal = all(torch.equal(before, after.cpu()) for before, after in zip(held, now, strict=True))
     seen.next_steps = [step(stayed), step(engine)]
     return seen
 
