@@ -64,6 +64,9 @@ def reward_faults(config: Config) -> Iterator[Fault]:
 
     if not any(reward.weight for reward in config.rewards) and not _has_reward_model(config):
         yield Fault("rewards", None, "at least one reward with a weight other than 0 must be given")
+    elif not config.rewards and config.data.evaluation is not None:
+        rule = "only functions score data.evaluation: at least one must be given, of weight 0 if it is a metric only"
+        yield Fault("rewards", None, rule, None, ("data.evaluation",))
     names = [reward.label for reward in config.rewards]
     for number, reward in enumerate(config.rewards):
         try:
@@ -78,19 +81,21 @@ def reward_faults(config: Config) -> Iterator[Fault]:
 
 
 def vocabulary_difference(tokenizer: str, model: str, other: str) -> str | None:
-    """How the vocabulary of the model in the folder `other` differs from that of `model`, whose tokenizer is given.
+    """What the model in the folder `other` lacks of the vocabulary of `model`, whose tokenizer is given.
 
-    Read from both tokenizer.json; where one is missing, sizes in config.json must be equal.
+    Read from both tokenizer.json; where one is missing, sizes in config.json must be equal. Tokens beyond those of the
+    given tokenizer, such as one for padding, never occur.
     """
     here, there = _tokens(tokenizer), _tokens(other)
     if here is None or there is None:
         sizes = [load_architecture(folder).vocab for folder in (model, other)]
         return None if len(set(sizes)) == 1 else f"{sizes[1]} tokens instead of {sizes[0]}"
-    different = [token for token in sorted({*here, *there}) if here.get(token) != there.get(token)]
+    different = [token for token in sorted(here) if here[token] != there.get(token)]
     if not different:
         return None
-    words = " instead of ".join(repr(tokens.get(different[0])) for tokens in (there, here))
-    return f"token {different[0]} is {words}"
+    token = different[0]
+    found = repr(there[token]) if token in there else "missing"
+    return f"token {token} is {found} instead of {here[token]!r}"
 
 
 def _tokens(folder: str) -> dict[int, str] | None:

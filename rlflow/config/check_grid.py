@@ -94,8 +94,10 @@ def _block_faults(section: str, role: Role, ranks: int) -> Iterator[Fault]:
         rule = f"{ranks} ranks do not divide into blocks of {dimensions} = {size}"
         if role.ranks == "all" and ranks < size:
             rule += f": start at least {size} processes, for example with --nproc {size}"
-        also = tuple(f"{section}.{name}" for name in (CP, PP, "ranks"))
-        yield Fault(f"{section}.{TP}", role.tensor_parallel_size, rule, None, also)
+        # The key is one that does not fit by itself, if there is such.
+        name = next((name for name in (TP, CP, PP) if ranks % getattr(role, name)), TP)
+        also = tuple(f"{section}.{other}" for other in (TP, CP, PP, "ranks") if other != name)
+        yield Fault(f"{section}.{name}", getattr(role, name), rule, None, also)
 
 
 def _tensor_faults(section: str, role: Role, arch: Architecture) -> Iterator[Fault]:

@@ -42,6 +42,8 @@ def role_faults(config: Config, arch: Architecture | None, world_size: int | Non
         if own is not None:
             architectures[name] = own
             found += model_faults(config, name, own)
+            if arch is not None and own is not arch:
+                found += vocabulary_faults(config, name)
     if {"actor", "reference"} <= architectures.keys():
         found += update_faults(config, architectures["reference"], architectures["actor"])
     found = without_repeats([*found, *order_faults(config), *batch_faults(config, world_size)])
@@ -77,8 +79,14 @@ def model_faults(config: Config, name: str, arch: Architecture) -> Iterator[Faul
     if tokens > arch.max_positions:
         rule = f"has {arch.max_positions} positions, and a sample up to {tokens} tokens"
         yield Fault(key, path, rule, None, ("rollout.max_prompt_length", "rollout.max_response_length"))
-    if difference := vocabulary_difference(config.model.tokenizer or config.model.path, config.model.path, path):
-        yield Fault(key, path, f"has another vocabulary than model.path: {difference}", None, ("model.path",))
+
+
+def vocabulary_faults(config: Config, name: str) -> Iterator[Fault]:
+    """A role's model that does not know the tokens of the actor's."""
+    path, policy = role_path(config, name), config.model.path
+    if difference := vocabulary_difference(config.model.tokenizer or policy, policy, path):
+        rule = f"has another vocabulary than model.path: {difference}"
+        yield Fault(f"{name}.path", path, rule, None, ("model.path",))
 
 
 def update_faults(config: Config, reference: Architecture, actor: Architecture) -> Iterator[Fault]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_bridge.families import Architecture
 from rlflow.config.document import write
-from rlflow.config.faults import Fault
+from rlflow.config.faults import Fault, as_written
 from rlflow.config.roles import FOLLOWERS, SHARED, role_sections
 from rlflow.config.schema import Config, Model
 
@@ -17,6 +17,7 @@ NEEDS = {"critic": "algorithm.advantage", "reference": "algorithm.kl_coef", "rew
 """Role -> the key that says whether there is one."""
 FROZEN = ("reference", "reward_model")
 ONLY_TRAINED = ("recompute", "overlap")
+SCORING = ("critic", "reward_model")
 
 
 def unread_faults(config: Config) -> Iterator[Fault]:
@@ -29,8 +30,8 @@ def unread_faults(config: Config) -> Iterator[Fault]:
             default = getattr(config.actor if item.name in SHARED else type(role)(), item.name)
             if name not in exist:
                 yield from _unread(config, f"{name}.{item.name}", default, NEEDS[name])
-            elif name in FROZEN and item.name in ONLY_TRAINED and getattr(role, item.name) != default:
-                rule = f"is not read: the {name.replace('_', ' ')} is not trained"
+            elif (reason := _unread_by(name, item.name)) and getattr(role, item.name) != default:
+                rule = f"is not read: the {name.replace('_', ' ')} {reason}"
                 yield Fault(f"{name}.{item.name}", getattr(role, item.name), rule, _words(default))
     if "critic" not in exist:
         default_optimizer = type(config.critic_optimizer)()
@@ -54,38 +55,68 @@ def value_at(config: Config, path: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def _unread_by(role: str, name: str) -> str | None:
+    """Why a role does not read one of the keys that all have, None where it does."""
+    if role in FROZEN and name in ONLY_TRAINED:
+        return "is not trained"
+    return "has no logits" if role in SCORING and name == "logprob_chunk_tokens" else None
+
+
 def _undecided_faults(config: Config) -> Iterator[Fault]:
-    algorithm, defaults = config.algorithm, Config(Model(""))
-    with_critic = algorithm.advantage == "gae"
-    conditions = {
+    defaults = Config(Model(""))
+    for (key, decider), read in {**_conditions_of_algorithm(config), **_conditions(config)}.items():
+        if not read:
+            yield from _unread(config, key, value_at(defaults, key), decider)
+
+
+def _conditions_of_algorithm(config: Config) -> dict[tuple[str, str], bool]:
+    """(key, the key that decides) -> whether it is read."""
+    algorithm = config.algorithm
+    with_critic, with_reference = algorithm.advantage == "gae", algorithm.kl_coef > 0
+    return {
         ("algorithm.normalize_std", "algorithm.advantage"): algorithm.advantage == "grpo",
         ("algorithm.gamma", "algorithm.advantage"): with_critic,
         ("algorithm.lam", "algorithm.advantage"): with_critic,
         ("algorithm.bootstrap_truncated", "algorithm.advantage"): with_critic,
         ("algorithm.whiten_advantages", "algorithm.advantage"): with_critic,
+        ("algorithm.clip_low", "algorithm.policy_loss"): algorithm.policy_loss != "reinforce",
+        ("algorithm.clip_high", "algorithm.policy_loss"): algorithm.policy_loss != "reinforce",
         ("algorithm.dual_clip", "algorithm.policy_loss"): algorithm.policy_loss in ("ppo", "gspo"),
         ("algorithm.aggregation_length", "algorithm.aggregation"): algorithm.aggregation.endswith("-norm"),
-        ("algorithm.kl_controller", "algorithm.kl_coef"): algorithm.kl_coef > 0,
+        ("algorithm.kl_in", "algorithm.kl_coef"): with_reference,
+        ("algorithm.kl_estimator", "algorithm.kl_coef"): with_reference,
+        ("algorithm.kl_controller", "algorithm.kl_coef"): with_reference,
         ("algorithm.kl_target", "algorithm.kl_controller"): algorithm.kl_controller == "adaptive",
         ("algorithm.kl_horizon", "algorithm.kl_controller"): algorithm.kl_controller == "adaptive",
         ("algorithm.importance_cap", "algorithm.importance_correction"): bool(algorithm.importance_correction),
+    }  # fmt: skip
+
+
+def _conditions(config: Config) -> dict[tuple[str, str], bool]:
+    """As `_conditions_of_algorithm`, for the other sections."""
+    with_critic, with_reference = config.algorithm.advantage == "gae", config.algorithm.kl_coef > 0
+    held_out = config.data.evaluation is not None
+    return {
         ("actor.moe_aux_loss", "actor.moe_aux_loss_coef"): config.actor.moe_aux_loss_coef > 0,
-        ("reference.ema", "reference.update_every"): algorithm.kl_coef == 0 or config.reference.update_every > 0,
+        ("reference.ema", "reference.update_every"): not with_reference or config.reference.update_every > 0,
         ("optimizer.min_lr", "optimizer.schedule"): config.optimizer.schedule != "constant",
         ("critic_optimizer.min_lr", "critic_optimizer.schedule"):
             not with_critic or config.critic_optimizer.schedule != "constant",
         ("rollout.stop_token_ids", "rollout.ignore_eos"): not config.rollout.ignore_eos,
+        ("evaluation.n", "data.evaluation"): held_out,
+        ("evaluation.temperature", "data.evaluation"): held_out,
+        ("evaluation.max_prompts", "data.evaluation"): held_out,
+        ("evaluation.at_start", "data.evaluation"): held_out,
         ("trainer.epochs", "trainer.steps"): config.trainer.steps is None,
+        ("trainer.keep", "trainer.save_every"): config.trainer.save_every > 0,
+        ("tracking.samples_per_step", "tracking.tensorboard"): config.tracking.tensorboard,
     }  # fmt: skip
-    for (key, decider), read in conditions.items():
-        if not read:
-            yield from _unread(config, key, value_at(defaults, key), decider)
 
 
 def _unread(config: Config, key: str, default: Any, decider: str) -> Iterator[Fault]:
     value = value_at(config, key)
     if value != default:
-        rule = f"is not read where {decider} = {value_at(config, decider)}"
+        rule = f"is not read where {decider} = {as_written(value_at(config, decider))}"
         yield Fault(key, value, rule, _words(default), (decider,))
 
 

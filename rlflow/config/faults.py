@@ -19,8 +19,17 @@ class Fault:
     also: tuple[str, ...] = ()  # other keys that the rule reads
 
     def __str__(self) -> str:
-        given = "" if self.value is None else f" = {self.value}"
+        given = "" if self.value is None else f" = {as_written(self.value)}"
         return f"{self.key}{given}: {self.rule}" + (f"; nearest: {self.nearest}" if self.nearest else "")
+
+
+def as_written(value: Any) -> Any:
+    """`value` as a file has it: true, null, [0, 1]."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:

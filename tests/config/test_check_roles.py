@@ -14,6 +14,7 @@ from rlflow.errors import UserError
 from tests.config.examples import QWEN, tree
 
 PPO, KL = "algorithm.advantage=gae", "algorithm.kl_coef=0.1"
+REINFORCE = "algorithm.policy_loss=reinforce"
 
 
 def faults(folder: Path, *overrides: str, world_size: int | None = None) -> list[str]:
@@ -62,6 +63,11 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
     [
         (f"{PPO} critic.ranks=0-2 critic.tensor_parallel_size=2",
          "critic.tensor_parallel_size = 2: 3 ranks do not divide into blocks of TP × PP = 2; nearest: TP1 × PP1 × DP3"),
+        (f"{PPO} critic.context_parallel_size=3",
+         "critic.context_parallel_size = 3: 4 ranks do not divide into blocks of TP × CP × PP = 3; "
+         "nearest: TP1 × CP4 × PP1 × DP1, TP1 × CP2 × PP1 × DP2, TP2 × CP2 × PP1 × DP1"),
+        ("trainer.prompts_per_step=2 algorithm.mini_batches=4",
+         "algorithm.mini_batches = 4: a prompt's samples stay in one mini-batch, and a step has 2 prompts; nearest: 2"),
         (f"{KL} reference.ranks=3-4", "reference.ranks = [3, 4]: the job has the ranks 0 to 3; nearest: all"),
         (f"{PPO} critic.pipeline_parallel_size=2 critic.virtual_pipeline_parallel_size=3",
          "critic.virtual_pipeline_parallel_size = 3: 28 layers do not divide over PP 2 × VP 3 = 6 chunks: with PP 2 "
@@ -137,11 +143,20 @@ def test_suggested_grids_are_good_in_a_whole_configuration(tmp_path: Path, secti
         ("critic_optimizer.min_lr=1e-6", PPO, "critic_optimizer.schedule = constant; nearest: 0.0"),
         ("reference.update_every=5", "", "algorithm.kl_coef = 0.0; nearest: 0"),
         ("reference.ema=0.9", KL, "reference.update_every = 0; nearest: null"),
-        ("reward_model.weight=2", "", "reward_model.path = None; nearest: 1.0"),
+        ("reward_model.weight=2", "", "reward_model.path = null; nearest: 1.0"),
+        ("algorithm.clip_low=0.1", REINFORCE, "algorithm.policy_loss = reinforce; nearest: 0.2"),
+        ("algorithm.clip_high=0.3", REINFORCE, "algorithm.policy_loss = reinforce; nearest: 0.2"),
+        ("algorithm.kl_in=reward", "", "algorithm.kl_coef = 0.0; nearest: loss"),
+        ("algorithm.kl_estimator=k2", "", "algorithm.kl_coef = 0.0; nearest: k3"),
         ("algorithm.kl_controller=adaptive", "", "algorithm.kl_coef = 0.0; nearest: fixed"),
         ("algorithm.kl_target=0.2", KL, "algorithm.kl_controller = fixed; nearest: 0.1"),
         ("algorithm.kl_horizon=20", KL, "algorithm.kl_controller = fixed; nearest: 10000"),
         ("actor.moe_aux_loss=micro-batch", "", "actor.moe_aux_loss_coef = 0.0; nearest: global"),
+        ("evaluation.max_prompts=5", "data.evaluation=null", "data.evaluation = null; nearest: null"),
+        ("evaluation.temperature=1", "data.evaluation=null", "data.evaluation = null; nearest: 0.0"),
+        ("evaluation.at_start=false", "data.evaluation=null", "data.evaluation = null; nearest: true"),
+        ("trainer.keep=5", "", "trainer.save_every = 0; nearest: 2"),
+        ("tracking.samples_per_step=9", "tracking.tensorboard=false", "tracking.tensorboard = false; nearest: 4"),
     ],
 )
 def test_keys_that_nothing_would_read(tmp_path: Path, override: str, others: str, ending: str) -> None:
@@ -158,10 +173,21 @@ def test_a_frozen_role_reads_nothing_about_training(tmp_path: Path) -> None:
     ]
 
 
+def test_a_score_model_has_no_logits(tmp_path: Path) -> None:
+    chunks, reward = "actor.logprob_chunk_tokens=64", f"reward_model.path={score_model(tmp_path)}"
+    assert faults(tmp_path, PPO, reward, chunks) == []
+    assert faults(
+        tmp_path, PPO, reward, chunks, "critic.logprob_chunk_tokens=32", "reward_model.logprob_chunk_tokens=16"
+    ) == [
+        "critic.logprob_chunk_tokens = 32: is not read: the critic has no logits; nearest: 64",
+        "reward_model.logprob_chunk_tokens = 16: is not read: the reward model has no logits; nearest: 64",
+    ]
+
+
 def test_keys_for_experts(tmp_path: Path) -> None:
     assert faults(tmp_path, "actor.moe_aux_loss_coef=0.01", "actor.router_replay=true") == [
         "actor.moe_aux_loss_coef = 0.01: qwen2 has no experts; nearest: 0.0",
-        "actor.router_replay = True: qwen2 has no experts; nearest: false",
+        "actor.router_replay = true: qwen2 has no experts; nearest: false",
     ]
 
 
@@ -206,6 +232,14 @@ def test_models_of_roles_that_cannot_be_used(tmp_path: Path) -> None:
     assert fault.startswith(f"critic.path = {yarn}: rope_scaling: rope_type 'longrope' is not supported")
 
 
+def test_a_model_that_cannot_be_read_hides_no_other_fault(tmp_path: Path) -> None:
+    reward = f"reward_model.path={score_model(tmp_path)}"
+    assert faults(tmp_path, reward, "model.path=/nowhere", "optimizer.lr=-1") == [
+        "model.path = /nowhere: no such folder; a model is read from a folder, not downloaded",
+        "optimizer.lr = -1.0: must be at least 0; nearest: 0",
+    ]
+
+
 def test_vocabularies_are_one(tmp_path: Path) -> None:
     """By the tokenizers: sizes in config.json are padded, and count only where there is no tokenizer.json."""
     actor, other = model(tmp_path, "actor"), model(tmp_path, "other", vocab_size=151936)
@@ -216,6 +250,12 @@ def test_vocabularies_are_one(tmp_path: Path) -> None:
     write_tokens(actor, "a", "b")
     write_tokens(other, "a", "b")
     assert faults(tmp_path, *overrides) == []
+    write_tokens(other, "a", "b", "<pad>")  # the actor never samples that
+    assert faults(tmp_path, *overrides) == []
+    write_tokens(other, "a")
+    assert faults(tmp_path, *overrides) == [
+        f"critic.path = {other}: has another vocabulary than model.path: token 1 is missing instead of 'b'"
+    ]
     write_tokens(other, "a", "c", "b")
     assert faults(tmp_path, *overrides) == [
         f"critic.path = {other}: has another vocabulary than model.path: token 1 is 'c' instead of 'b'"
@@ -234,9 +274,13 @@ def test_a_reference_of_another_shape_cannot_follow_the_actor(tmp_path: Path) ->
 
 def test_a_reward_model_may_be_the_only_source_of_reward(tmp_path: Path) -> None:
     reward = f"reward_model.path={score_model(tmp_path)}"
-    assert faults(tmp_path, reward, "rewards=[]") == []
+    assert faults(tmp_path, reward, "rewards=[]", "data.evaluation=null") == []
+    assert faults(tmp_path, reward, "rewards.0.weight=0") == []
     assert faults(tmp_path, reward, "rewards=[]", "reward_model.weight=0") == [
         "rewards: at least one reward with a weight other than 0 must be given"
+    ]
+    assert faults(tmp_path, reward, "rewards=[]") == [
+        "rewards: only functions score data.evaluation: at least one must be given, of weight 0 if it is a metric only"
     ]
     assert faults(tmp_path, reward, "rewards.0.name=reward_model") == [
         "rewards.0.name = reward_model: is the reward model's name"

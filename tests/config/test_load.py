@@ -65,9 +65,9 @@ def test_quoted_values_in_a_file_are_read_as_the_key_demands() -> None:
     ("section", "key", "value", "message"),
     [
         ("rollout", "n", 2.5, "rollout.n = 2.5: must be a whole number; nearest: 2"),
-        ("rollout", "n", True, "rollout.n = True: must be a whole number"),
+        ("rollout", "n", True, "rollout.n = true: must be a whole number"),
         ("rollout", "n", None, "rollout.n = None: must be a whole number"),
-        ("optimizer", "lr", False, "optimizer.lr = False: must be a finite number"),
+        ("optimizer", "lr", False, "optimizer.lr = false: must be a finite number"),
         ("optimizer", "lr", float("nan"), "optimizer.lr = nan: must be a finite number"),
         ("trainer", "export", "yes", "trainer.export = yes: must be true or false"),
         ("trainer", "export", 1, "trainer.export = 1: must be true or false"),
