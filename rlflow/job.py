@@ -41,6 +41,7 @@ from rlflow.rollout.world import rollout_ranks
 from rlflow.tracking import Tracker
 from rlflow.tracking.table import show
 from rlflow.trainers import held_out, online
+from rlflow.trainers.passes import resumed_kl_coef
 
 log = logging.getLogger(__name__)
 
@@ -241,6 +242,7 @@ def report_first_sync(metrics: Mapping[str, float]) -> None:
 def resume(run: online.Run, folder: Path) -> None:
     """Go on from a complete checkpoint."""
     run.state = run.checkpoints.load(run.changing(), folder)
+    run.state.kl_coef = resumed_kl_coef(run.config.algorithm, run.state.kl_coef)
     if run.state.loader is not None:
         run.loader.load_state(run.state.loader)
     log.info("going on from %s at step %d", folder, run.state.step)

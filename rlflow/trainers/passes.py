@@ -15,7 +15,7 @@ from torch import Tensor
 from rlflow.algorithms import PolicyObjective, ValueObjective, is_maximum, kl_controller, summarize
 from rlflow.batch import Batch, Sample, share_samples
 from rlflow.checkpoint import State
-from rlflow.config.schema import Config
+from rlflow.config.schema import Algorithm, Config
 from rlflow.roles import Roles, learning_rate
 from rlflow.roles.reference import update as update_reference
 from rlflow.tracking import Tracker
@@ -155,6 +155,11 @@ def update_metrics(updates: Metrics, role: str) -> dict[str, float]:
     if "ratio_error_max" in updates[0]:  # of the first step: there the policy is the one that sampled
         shown[f"{role}/first_ratio_error"] = updates[0]["ratio_error_max"]
     return shown
+
+
+def resumed_kl_coef(algorithm: Algorithm, saved: float) -> float:
+    """The KL coefficient that a run goes on with: what a checkpoint has counts only where a controller moved it."""
+    return saved if saved and algorithm.kl_controller == "adaptive" else algorithm.kl_coef
 
 
 def next_kl_coef(config: Config, kl_coef: float, metrics: dict[str, float]) -> float:

@@ -17,7 +17,7 @@ from rlflow.parallel import Grid
 from rlflow.roles import Roles, Values
 from rlflow.tracking.clock import StepClock
 from rlflow.trainers.experience import add_advantages, collect
-from rlflow.trainers.passes import Passes, next_kl_coef, update_metrics
+from rlflow.trainers.passes import Passes, next_kl_coef, resumed_kl_coef, update_metrics
 
 PROMPTS = [Prompt(f"train/{number}", [7, 7], {}, None) for number in range(2)]
 PATIENCE = datetime.timedelta(seconds=30)
@@ -132,3 +132,13 @@ def test_the_kl_coefficient_follows_what_was_measured(controller: Any, expected:
     config = Config(Model(""), algorithm=Algorithm(kl_controller=controller))
     assert next_kl_coef(config, 0.1, {"actor/kl": 0.2}) == pytest.approx(expected)
     assert next_kl_coef(config, 0.1, {}) == 0.1  # the actor has not learned in this step
+
+
+@pytest.mark.parametrize(
+    ("controller", "saved", "expected"),
+    [("fixed", 0.1, 0.3), ("adaptive", 0.1, 0.1), ("adaptive", 0.0, 0.3)],  # 0: the run was without a reference
+)
+def test_a_resumed_run_takes_what_its_configuration_says_unless_a_controller_moved_it(
+    controller: Any, saved: float, expected: float
+) -> None:
+    assert resumed_kl_coef(Algorithm(kl_coef=0.3, kl_controller=controller), saved) == expected
