@@ -92,7 +92,7 @@ class ExpertLoad:
             for column, place in self.place.items():
                 chosen = rows.chosen[:, column].long()
                 weights = rows.samples.double()[:, None].expand_as(chosen)
-                self.counts[place].scatter_add_(0, chosen.flatten(), weights.flatten())
+                self.counts[place].index_add_(0, chosen.flatten(), weights.flatten())
 
     def see(self, router: ExpertRouter, weights: Tensor, chosen: Tensor, logits: Tensor, samples: Tensor) -> Tensor:
         """Take note of a router's choice; returns its `weights`, behind which the loss waits for the backward pass.
