@@ -80,7 +80,7 @@ def generate(args: argparse.Namespace) -> Work:
 
 def verify(args: argparse.Namespace) -> Work:
     """Prove that weights reach vLLM right, on the ranks and with the sizes of the configuration."""
-    config = _config(args, "generate")
+    config = _config(args, "verify")
     if args.nproc is not None:
         parity = ["--parity"] if args.parity else []
         return partial(launch, args.nproc, ["verify", args.config, *args.overrides, *parity])

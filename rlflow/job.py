@@ -108,7 +108,9 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
     checkpoint = checkpoints.find(config.trainer.resume)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
-    rollout = start_rollout(config, architecture, tokenizer, placement.rollout.ranks)
+    rollout = start_rollout(
+        config, architecture, tokenizer, placement.rollout.ranks, with_routing=config.actor.router_replay
+    )
     steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
     run = online.Run(
         config=config,
@@ -188,15 +190,19 @@ def place(config: Config, architecture: Architecture) -> Placement:
 
 
 def start_rollout(
-    config: Config, architecture: Architecture, tokenizer: Any, ranks: tuple[int, ...] | None = None
-) -> VLLMRollout:
-    """vLLM on `rollout.ranks`, taken in the order of `ranks` if that is given, without weights so far. Collective."""
+    config: Config, architecture: Architecture, tokenizer: Any, ranks: tuple[int, ...] | None = None, *,
+    with_routing: bool = False,
+) -> VLLMRollout:  # fmt: skip
+    """vLLM on `rollout.ranks`, taken in the order of `ranks` if that is given, without weights so far. Collective.
+
+    With routing its samples tell to which experts their tokens were sent.
+    """
     open_source(config.model.path, architecture)  # what is wrong with the files is said before vLLM starts
     return VLLMRollout(
         architecture, config.model.path, config.rollout, tokenizer, dtype=config.model.dtype,
         seed=config.trainer.seed, timeout_seconds=config.trainer.timeout_seconds,
         bucket_bytes=config.bridge.bucket_mib << 20, prove=config.bridge.startup_proof,
-        checksum=config.bridge.checksum, ranks=ranks, with_routing=config.actor.router_replay,
+        checksum=config.bridge.checksum, ranks=ranks, with_routing=with_routing,
     )  # fmt: skip
 
 

@@ -41,7 +41,9 @@ def verify(config: Config, *, parity: bool) -> int:
         architecture = load_architecture(config.model.path)
         tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         placed = job.place(config, architecture)
-        rollout = job.start_rollout(config, architecture, tokenizer, placed.rollout.ranks)
+        rollout = job.start_rollout(
+            config, architecture, tokenizer, placed.rollout.ranks, with_routing=parity and config.actor.router_replay
+        )
         lines, good = table(rollout.weights), rollout.weights.in_place or config.rollout.quantization is not None
         if parity:
             grid = Grids(config).of(config.actor, placed.train)

@@ -47,7 +47,7 @@ def _verify(config: Config, parity: bool, wrong: bool) -> tuple[int, str]:
 def configuration(folder: Path, world_size: int, *overrides: str) -> Config:
     rollout = {"kv_cache_gib": 0.05, "max_prompt_length": 48, "max_response_length": 16}
     sections = {"model": {"path": str(folder), "dtype": "float32"}, "rollout": rollout}
-    return assemble(sections, overrides, world_size=world_size, purpose="generate", source="test")
+    return assemble(sections, overrides, world_size=world_size, purpose="verify", source="test")
 
 
 def test_a_sound_engine_agrees_with_the_trainer(world: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Literal, get_args
 
-from megatron_bridge.families import Architecture
 from rlflow.config.check_files import evaluation_faults, file_faults, reward_faults, training_faults
 from rlflow.config.check_roles import read_model, role_faults, without_repeats
 from rlflow.config.check_rollout import engine_faults, length_faults, replica_faults
@@ -18,7 +17,7 @@ from rlflow.config.check_unread import unread_faults, unread_with_model
 from rlflow.config.faults import Fault, independent
 from rlflow.config.schema import Config
 
-Purpose = Literal["train", "evaluate", "generate"]
+Purpose = Literal["train", "evaluate", "generate", "verify"]
 
 LIMITS = {
     "minimum": (operator.ge, "at least"),
@@ -37,22 +36,17 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
     arch, faults = read_model("model.path", config.model.path)
     faults += [*replica_faults(config, world_size), *file_faults(config)]
     if arch is not None:
-        faults += [*engine_faults(config, arch), *length_faults(config, arch)]
-    if purpose != "generate":
+        faults += [*engine_faults(config, arch), *length_faults(config, arch), *unread_with_model(config, arch)]
+    if purpose in ("train", "evaluate"):
         faults += [*reward_faults(config), *evaluation_faults(config, required=purpose == "evaluate")]
-    if purpose == "train":  # a model may be evaluated on fewer ranks than it was trained on
-        faults += _training_faults(config, arch, world_size)
+    if purpose in ("train", "verify"):  # a model may be evaluated on fewer ranks than it was trained on
+        faults += role_faults(config, arch, world_size)
+    if purpose == "train":
+        faults += [*algorithm_faults(config), *unread_faults(config)]
+        faults += [*optimizer_faults(config), *training_faults(config)]
     faults = without_repeats(out_of_range) + independent(faults, out_of_range)
     order = {section.name: number for number, section in enumerate(fields(Config))}
     return sorted(faults, key=lambda fault: order[fault.key.partition(".")[0]])
-
-
-def _training_faults(config: Config, arch: Architecture | None, world_size: int | None) -> Iterator[Fault]:
-    yield from role_faults(config, arch, world_size)
-    if arch is not None:
-        yield from unread_with_model(config, arch)
-    yield from [*algorithm_faults(config), *unread_faults(config)]
-    yield from [*optimizer_faults(config), *training_faults(config)]
 
 
 def range_faults(config: Config) -> Iterator[Fault]:

@@ -69,8 +69,8 @@ def test_verify_takes_no_data(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> 
     fake.verify = lambda config, parity: seen.append((config, parity)) or 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rlflow.verify", fake)
     monkeypatch.setattr(rlflow, "verify", fake, raising=False)
-    path = str(ROOT / "configs" / "tiny.yaml")
-    assert cli.main(["verify", path, "--parity", f"model.path={QWEN}", "data.train=nowhere"]) == 1
+    command = ["verify", str(ROOT / "configs" / "tiny.yaml"), "--parity", "data.train=nowhere"]
+    assert cli.main([*command, f"model.path={QWEN}", "actor.tensor_parallel_size=1"]) == 1
     assert [(config.model.path, parity) for config, parity in seen] == [(str(QWEN), True)]
 
 

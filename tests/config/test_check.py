@@ -411,3 +411,16 @@ def test_names_of_algorithms_are_those_registered(key: str, registry: str) -> No
 def test_a_model_may_be_evaluated_on_fewer_ranks_than_its_actor_needs(tmp_path: Path) -> None:
     assert faults(tmp_path, "actor.tensor_parallel_size=2", world_size=1)
     assert not faults(tmp_path, "actor.tensor_parallel_size=2", world_size=1, purpose="evaluate")
+
+
+def test_what_is_verified_has_the_grid_of_a_run_and_needs_no_data(tmp_path: Path) -> None:
+    assert not faults(tmp_path, "data.train=", "rewards=[]", world_size=2, purpose="verify")
+    (fault,) = faults(tmp_path, "actor.tensor_parallel_size=8", world_size=8, purpose="verify")
+    assert fault.startswith("actor.tensor_parallel_size = 8: 28 attention heads do not divide over 8")
+
+
+@pytest.mark.parametrize("purpose", get_args(Purpose))
+def test_no_command_asks_a_model_without_experts_for_their_routing(tmp_path: Path, purpose: Purpose) -> None:
+    assert faults(tmp_path, "actor.router_replay=true", purpose=purpose) == [
+        "actor.router_replay = true: qwen2 has no experts; nearest: false"
+    ]
