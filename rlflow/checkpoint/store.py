@@ -83,7 +83,8 @@ class Checkpoints:
         Raises UserError where the folder has nothing of an engine: it is another kind of run's.
         """
         if missing := [name for name in engines if not (folder / name).is_dir()]:
-            raise UserError("trainer.resume", f"{folder} holds no {' and no '.join(missing)}, which this run trains")
+            lacks = f"{folder} holds no {' and no '.join(missing)}"
+            raise UserError("trainer.resume", f"{lacks}: a run without wrote it, from which this one cannot go on")
         state = State(**torch.load(folder / STATE, weights_only=True))
         for name, engine in engines.items():
             if engine.grid.is_member:

@@ -15,6 +15,9 @@ LAYOUTS = [  # ranks and grid that write, ranks and grid that go on
     (1, {}, 2, {"tensor": 2}),
     (2, {"pipeline": 2}, 2, {}),
     (2, {}, 2, {"pipeline": 2}),
+    (2, {"pipeline": 2, "virtual": 2}, 1, {}),
+    (1, {}, 2, {"pipeline": 2, "virtual": 2}),
+    (2, {"context": 2}, 2, {}),
 ]
 
 
@@ -34,12 +37,15 @@ def _batch(seed: int, grid: Any) -> Any:
             "mask": torch.ones(28, dtype=torch.bool),
             "advantages": torch.randn(28, generator=generator),
             "weights": weights,
+            "returns": torch.randn(28, generator=generator),
+            "old_values": torch.randn(28, generator=generator),
         },
     )
     return batch.select(list(range(4))[grid.replica(grid.rank) :: grid.dp] if grid.is_member else [])
 
 
 def _engine(model: Path, grid: dict[str, Any], dtype: torch.dtype, *, trained: bool = True) -> Any:
+    """An engine on a grid, which may name the number of virtual pipeline stages too."""
     from megatron_bridge.families import load_architecture
     from rlflow import parallel
     from rlflow.config.schema import Optimizer
@@ -48,9 +54,10 @@ def _engine(model: Path, grid: dict[str, Any], dtype: torch.dtype, *, trained: b
     parallel.initialize(60, 0)
     engine = Engine(
         load_architecture(model),
-        parallel.Grid(**grid, timeout_seconds=60),
+        parallel.Grid(**{key: size for key, size in grid.items() if key != "virtual"}, timeout_seconds=60),
         dtype=dtype,
         micro_batch_tokens=64,
+        virtual_pipeline=grid.get("virtual", 1),
         optimizer=Optimizer(lr=1e-2) if trained else None,
     )
     engine.load_hf(model)
@@ -58,9 +65,10 @@ def _engine(model: Path, grid: dict[str, Any], dtype: torch.dtype, *, trained: b
 
 
 def _step(engine: Any, number: int) -> dict[str, float]:
-    from rlflow.algorithms import PolicyObjective
+    from rlflow.algorithms import PolicyObjective, ValueObjective
 
-    return engine.train_step(_batch(number, engine.grid), PolicyObjective(), temperature=1.0, lr=1e-2)
+    objective: Any = PolicyObjective() if engine.architecture.head == "lm" else ValueObjective()
+    return engine.train_step(_batch(number, engine.grid), objective, lr=1e-2)
 
 
 def _train_and_save(model: Path, grid: dict[str, int], root: Path, dtype: torch.dtype) -> dict[str, float]:
@@ -96,7 +104,7 @@ def _told(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
 def test_the_next_step_is_that_of_the_unbroken_run(  # cases.md F10
     world: World, tiny_model: Any, tmp_path: Path, ranks: int, grid: Any, later_ranks: int, later_grid: Any
 ) -> None:
-    model = tiny_model("qwen2")
+    model = tiny_model("qwen2", num_hidden_layers=4)
     unbroken = _told(world(ranks, _train_and_save, model, grid, tmp_path, torch.float32))
     found = world(later_ranks, _load_and_train, model, later_grid, tmp_path, torch.float32)
     state, resumed = found[0][0], _told([metrics for _, metrics in found])
@@ -127,7 +135,8 @@ def test_roles_are_resumed_wherever_they_were_and_are(  # cases.md F10
     world: World, tiny_model: Any, tmp_path: Path, ranks: int, actor: Any, critic: Any, later_ranks: int,
     later_actor: Any, later_critic: Any,
 ) -> None:  # fmt: skip
-    models = tiny_model("qwen2"), tiny_model("llama")
+    """The critic is a value model."""
+    models = tiny_model("qwen2"), tiny_model("llama", tied=False, score=True)
     unbroken = world(ranks, _train_roles, models, (actor, critic), tmp_path, False)
     resumed = world(later_ranks, _train_roles, models, (later_actor, later_critic), tmp_path, True)
     tolerance = 0.0 if (actor, critic) == (later_actor, later_critic) else 1e-5
@@ -169,7 +178,7 @@ def _load_with_critic(model: Path, root: Path) -> None:
     checkpoints = Checkpoints(root, keep=2)
     folder = checkpoints.find("auto")
     assert folder is not None
-    with pytest.raises(UserError, match="step_000002 holds no critic, which this run trains"):
+    with pytest.raises(UserError, match="step_000002 holds no critic: a run without wrote it"):
         checkpoints.load(engines, folder)
 
 
