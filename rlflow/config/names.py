@@ -49,8 +49,9 @@ def unknown_keys(path: str, value: Any) -> list[Fault]:
         return [Fault(path, shown, f"unknown section; sections are {', '.join(sections())}", _meant(section, rest))]
     *prefix, name = path.split(".")
     here, name = _names(section), _clean(name)
-    found = here.get(name) or (None if _same_elsewhere(name) else here.get(nearest(name, here) or ""))
-    suggestion = ".".join([*prefix, found]) if found else _same_elsewhere(name) or _similar_elsewhere(name)
+    elsewhere = _in_optimizer(section, name) or _same_elsewhere(name)
+    found = here.get(name) or (None if elsewhere else here.get(nearest(name, here) or ""))
+    suggestion = ".".join([*prefix, found]) if found else elsewhere or _similar_elsewhere(name)
     keys = ", ".join(item.name for item in fields(sections()[section]))
     return [Fault(path, shown, "unknown key" if suggestion else f"unknown key; {section} has {keys}", suggestion)]
 
@@ -67,6 +68,17 @@ def _meant(section: str, rest: str) -> str | None:
 
 def _clean(name: str) -> str:
     return name.strip("+-~").replace("-", "_").lower()
+
+
+def _in_optimizer(role: str, name: str) -> str | None:
+    """What a role's own optimizer calls `name`, or the section of that, where the role has one."""
+    section = f"{role}_optimizer"
+    if section not in sections():
+        return None
+    if name == "optimizer":
+        return section
+    found = _names(section).get(name)
+    return f"{section}.{found}" if found else None
 
 
 def _same_elsewhere(name: str) -> str | None:

@@ -97,6 +97,9 @@ def test_wrong_types(section: str, key: str, value: Any, message: str) -> None:
         ("actor.tp=1", "actor.tensor_parallel_size"),
         ("rewards.0.wieght=1", "rewards.0.weight"),
         ("data.batch_size=1", "trainer.prompts_per_step"),
+        ("critic.lr=1", "critic_optimizer.lr"),
+        ("critic.warmup_step=1", "critic.warmup_steps"),
+        ("critic.optimizer=1", "critic_optimizer"),
     ],
 )
 def test_unknown_keys_name_the_nearest(override: str, nearest: str) -> None:
