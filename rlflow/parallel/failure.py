@@ -74,8 +74,9 @@ def _describe(error: BaseException, phase: str) -> str:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    # torch raises a plain RuntimeError where the host has no more
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    # torch raises a plain RuntimeError where the host has no more, and vLLM's pool where the GPU has none
+    words = ("can't allocate memory", "CUDA Error: out of memory", "CUDA error: out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
 
 
 def _describe_memory(rank: int, phase: str) -> str:
