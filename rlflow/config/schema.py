@@ -192,7 +192,7 @@ class Algorithm:
         "How token losses become one number; the denominator is global.", "token-mean", known_as=("loss_agg_mode",)
     )
     aggregation_length: int | None = key("Divisor of seq-mean-token-sum-norm, which needs it.", None, minimum=1)
-    kl_coef: float = key("Weight of the KL divergence to the initial model; 0: no reference.", 0.0, minimum=0,
+    kl_coef: float = key("Weight of the KL divergence to the reference; 0: there is none.", 0.0, minimum=0,
                          known_as=("beta",))  # fmt: skip
     kl_in: Literal["loss", "reward"] = key("Where the KL divergence is added.", "loss")
     kl_estimator: Literal["k1", "k2", "k3", "k1-straight-through"] = key("Estimator of the KL divergence.", "k3")
@@ -295,7 +295,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores on the held-out file."""
+    """Scores of the reward functions on the held-out file; a reward model takes no part."""
 
     every: int = key("Steps between evaluations; 0: only before the first step and after the last.", 0, minimum=0)
     n: int = key("Responses to each prompt.", 1, minimum=1)
