@@ -66,7 +66,7 @@ def test_a_fault_of_the_actor_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize(("key", "nearest"), [("critic.tp", "critic.tensor_parallel_size"), ("model.cp", "actor.con"),
-                                              ("critic.lr", "optimizer.lr")])  # fmt: skip
+                                              ("critic.lr", "critic_optimizer.lr")])  # fmt: skip
 def test_a_shared_key_is_suggested_where_it_was_looked_for(key: str, nearest: str) -> None:
     (fault,) = interpret({"model": {"path": "m"}}, [f"{key}=1"])[1]
     assert str(fault.nearest).startswith(nearest)
