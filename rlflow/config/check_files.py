@@ -131,7 +131,7 @@ def _data_faults(config: Config, key: str, path: str, rows_needed: int) -> Itera
         yield Fault(key, path, rule, None, ("trainer.prompts_per_step",))
     for selector in ("prompt_key", "answer_key"):
         column = getattr(config.data, selector)
-        if column not in file.columns:
+        if column is not None and column not in file.columns:
             rule = f"no such column in {path}, which has {', '.join(file.columns) or 'no rows'}"
             yield Fault(f"data.{selector}", column, rule, nearest(column, file.columns), (key,))
 

@@ -268,7 +268,7 @@ class Data:
     train: str = key("Training file; needed to train.", "", known_as=("train_files", "path", "dataset"))
     evaluation: str | None = key("Held-out file.", None, known_as=("val_files", "eval", "test", "validation"))
     prompt_key: str = key("Column of the prompt: a string, a list of messages, or the JSON text of one.", "prompt")
-    answer_key: str = key("Column of the answer that rewards compare with.", "answer")
+    answer_key: str | None = key("Column of the answer that reward functions are given; null: none.", "answer")
     system_prompt: str | None = key("System message put before prompts that have none.", None)
     chat_template: bool = key("Apply the tokenizer's chat template; false: the prompt string as it is.", True)
     overlong: Literal["error", "filter", "left", "right"] = key(

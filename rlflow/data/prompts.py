@@ -66,7 +66,8 @@ def load_prompts(
         prompts.rows_read += 1
         kept = overlong.fit(number, token_ids)
         if kept is not None:
-            prompts.append(number, kept, row, row[data.answer_key])
+            answer = None if data.answer_key is None else row[data.answer_key]
+            prompts.append(number, kept, row, answer)
     overlong.refuse(path, prompts.rows_read)
     cut = len(overlong.rows)
     prompts.dropped, prompts.truncated = (cut, 0) if data.overlong == "filter" else (0, cut)
@@ -106,7 +107,8 @@ def _encoded(path: str, encoder: Encoder, data: Data) -> Iterator[tuple[int, lis
     while block := list(islice(rows, ROWS_AT_ONCE)):
         for number, row in enumerate(block, start=first):
             for selector in ("prompt_key", "answer_key"):
-                if (column := getattr(data, selector)) not in row:
+                column = getattr(data, selector)
+                if column is not None and column not in row:
                     there = ", ".join(row)
                     raise UserError(f"{path}, row {number}", f"no column {column} (data.{selector}); there is {there}")
         try:

@@ -310,6 +310,7 @@ def test_data_files(tmp_path: Path) -> None:
     assert faults(tmp_path, f"data.train={table}") == [
         f"data.answer_key = answer: no such column in {table}, which has prompt, label"
     ]
+    assert faults(tmp_path, f"data.train={table}", "data.answer_key=null") == []
     found = faults(tmp_path, f"data.train={table}", "data.answer_key=label", "trainer.prompts_per_step=10",
                    "data.evaluation=null")  # fmt: skip
     assert found == [f"data.train = {table}: has 9 rows, fewer than the 10 of a step"]

@@ -171,3 +171,8 @@ def test_rows_without_a_column_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         read(path)
     assert str(raised.value) == f"{path}, row 1: no column answer (data.answer_key); there is prompt, label"
+
+
+def test_rows_need_no_answer_where_nothing_compares_with_one(tmp_path: Path) -> None:
+    (prompt,) = read(write(tmp_path, [{"prompt": "w1"}]), answer_key=None)
+    assert (prompt.answer, prompt.row) == (None, {"prompt": "w1"})
