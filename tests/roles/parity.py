@@ -8,7 +8,7 @@ differences down.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ ALL_MODELS = [
     Case("TP2 × SP", 2, {"tensor": 2}, SP),
     Case("PP2", 2, {"pipeline": 2}, layers=4),
     Case("PP2 × VP2", 2, {"pipeline": 2}, {"virtual_pipeline": 2}, layers=4),
-    Case("PP4 × VP2", 4, {"pipeline": 4}, {"virtual_pipeline": 2}, layers=8),
+    Case("PP4 × VP2", 4, {"pipeline": 4}, {"virtual_pipeline": 2}, layers=8, responses=4),
     Case("CP2", 2, {"context": 2}),
     Case("CP2 × TP2 × SP", 4, {"context": 2, "tensor": 2}, SP),
     Case("DP2, collectives overlapped", 2),
@@ -52,10 +52,10 @@ EXPERTS = [
 MATRIX = [("llama", case) for case in ALL_MODELS + DENSE] + [("qwen3_moe", case) for case in ALL_MODELS + EXPERTS]
 
 MODEL = {"hidden_size": 64, "intermediate_size": 96}
-BATCH: dict[str, Any] = {"prompt_lengths": (7, 13), "responses": 3}
 TEMPERATURE = 4.0  # brings the logits of test models to the size of a trained one's
 
-PACKINGS = {"packed": (60, False), "prompts shared": (60, True), "one sequence": (1, False)}
+ROWS = 80  # of a micro-batch: two or more of the samples
+PACKINGS = {"packed": (ROWS, False), "prompts shared": (ROWS, True), "one sequence": (1, False)}
 """Rows of a micro-batch at most, and whether a prompt is computed once for several responses."""
 
 GRADIENT = {"lr": 1e6, "eps": 1e4, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
@@ -90,7 +90,7 @@ def compute(folder: Path, case: Case, recompute: Sequence[str] = ("none", "full"
     for _ in row.packings(critic):
         values = critic.values(row.own)
         row.add_tokens("values", values.tokens)
-        row.add_tokens("values", row.own.per_token(values.last.cpu()), name="last")
+        row.add_tokens("values", row.own.per_token(values.last), name="last")
     row.add_step("gradients", critic, ValueObjective(), GRADIENT["lr"])
     return row.found
 
@@ -104,9 +104,10 @@ class Row:
         parallel.initialize(60, 0)
         self.folder, self.case = folder, case
         self.grid = parallel.Grid(**case.grid)
-        batch = matrix_batch()
+        batch = matrix_batch(case.responses)
         self.tokens = len(batch.responses.values)
-        self.own = batch.select(list(range(self.grid.replica(self.grid.rank), len(batch), self.grid.dp)))
+        # Whole groups, as far as they go: a replica can then share their prompts.
+        self.own = batch.select(torch.arange(len(batch)).tensor_split(self.grid.dp)[self.grid.replica(self.grid.rank)])
         self.found = Found()
 
     def engine(self, optimizer: Mapping[str, Any], *, head: str = "lm", **options: Any) -> Any:
@@ -119,7 +120,7 @@ class Row:
         architecture = load_architecture(self.folder)
         engine = Engine(
             architecture if head == "lm" else with_score_head(architecture), self.grid, dtype=torch.float32,
-            micro_batch_tokens=60, optimizer=Optimizer(**optimizer), **options, **self.case.options,
+            micro_batch_tokens=ROWS, optimizer=Optimizer(**optimizer), **options, **self.case.options,
         )  # fmt: skip
         self._load(engine)
         return engine
@@ -147,7 +148,7 @@ class Row:
 
         def watched(scored: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor]) -> Any:
             if entropy is not None:
-                entropies[fields["place"].cpu()] = entropy.detach().cpu()
+                entropies[fields["place"]] = entropy.detach()
             return objective(scored, entropy, fields)
 
         found = engine.train_step(self.own, watched, temperature=TEMPERATURE, lr=lr, with_entropy=head == "lm")
@@ -164,12 +165,12 @@ class Row:
         """Values of this replica's tokens, at their places among all."""
         assert values.isfinite().all()
         whole = torch.full((self.tokens,), torch.nan)
-        self.found.add(column, name, whole.index_copy_(0, self.own.tokens["place"], values.cpu()))
+        self.found.add(column, name, whole.index_copy_(0, self.own.tokens["place"], values))
 
 
-def matrix_batch() -> Any:
-    """The random batch with what both objectives ask for."""
-    batch, draw = random_batch(**BATCH), torch.Generator().manual_seed(1)
+def matrix_batch(responses: int = 2) -> Any:
+    """Two prompts and what both objectives ask for of the responses to each."""
+    batch, draw = random_batch((7, 13), responses), torch.Generator().manual_seed(1)
     tokens = len(batch.responses.values)
     batch.tokens["place"] = torch.arange(tokens)
     batch.tokens["ref_log_probs"] = -10 * torch.rand(tokens, generator=draw)
@@ -182,14 +183,16 @@ class Matrix:
 
     def __init__(self, world: Callable[..., Any], make_model: Callable[..., Path]) -> None:
         self._world, self._make_model = world, make_model
-        self._base: dict[Path, Found] = {}
+        self._base: dict[tuple[Path, int], Found] = {}
 
     def measure(self, family: str, case: Case) -> dict[str, float]:
         """By column, the largest difference from one process, over the largest number there."""
         folder = self._make_model(family, tied=family == "llama", num_hidden_layers=case.layers, **MODEL)
-        if folder not in self._base:
-            self._base[folder] = self._world(1, compute, folder, ONE, ("none", "none", "none"))[0]
-        return differences(self._world(case.ranks, compute, folder, case), self._base[folder])
+        same = folder, case.responses
+        if same not in self._base:
+            alone = replace(ONE, responses=case.responses)
+            self._base[same] = self._world(1, compute, folder, alone, ("none", "none", "none"))[0]
+        return differences(self._world(case.ranks, compute, folder, case), self._base[same])
 
 
 def differences(ranks: Sequence[Found], base: Found) -> dict[str, float]:

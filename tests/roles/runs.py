@@ -20,6 +20,7 @@ class Case:
     grid: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     layers: int = 2  # of the model, in the parity matrix
+    responses: int = 2  # to each prompt, there
 
 
 def make_engine(folder: Path, case: Case, optimizer: Any = None) -> Any:

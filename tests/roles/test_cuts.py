@@ -21,7 +21,8 @@ CP2_TP2 = Case("CP2 × TP2 × SP", 4, {"context": 2, "tensor": 2}, SP)
 VP2_DP2 = Case("PP2 × VP2 × DP2", 4, {"pipeline": 2}, {"virtual_pipeline": 2})
 CP2_DP2 = Case("CP2 × DP2, cp the slower", 4, {"context": 2, "order": "tp-dp-cp-ep-pp"})
 
-# Rows at most: all samples at once, some, nearly each alone, each alone. 60 and 35 fill no whole rounds of two stages.
+# Rows at most: all samples at once, some, nearly each alone, each alone. Of the first, replicas behind virtual stages
+# have one group of samples for a round of two micro-batches: the second is empty.
 BUDGETS = (10_000, 60, 35, 1)
 
 
