@@ -90,7 +90,7 @@ def compute(folder: Path, case: Case, recompute: Sequence[str] = ("none", "full"
     for _ in row.packings(critic):
         values = critic.values(row.own)
         row.add_tokens("values", values.tokens)
-        row.add_tokens("values", row.own.per_token(values.last), name="last")
+        row.add_tokens("values", row.own.per_token(values.last.cpu()), name="last")
     row.add_step("gradients", critic, ValueObjective(), GRADIENT["lr"])
     return row.found
 
@@ -148,7 +148,7 @@ class Row:
 
         def watched(scored: Tensor, entropy: Tensor | None, fields: Mapping[str, Tensor]) -> Any:
             if entropy is not None:
-                entropies[fields["place"]] = entropy.detach()
+                entropies[fields["place"].cpu()] = entropy.detach().cpu()
             return objective(scored, entropy, fields)
 
         found = engine.train_step(self.own, watched, temperature=TEMPERATURE, lr=lr, with_entropy=head == "lm")
@@ -165,7 +165,7 @@ class Row:
         """Values of this replica's tokens, at their places among all."""
         assert values.isfinite().all()
         whole = torch.full((self.tokens,), torch.nan)
-        self.found.add(column, name, whole.index_copy_(0, self.own.tokens["place"], values))
+        self.found.add(column, name, whole.index_copy_(0, self.own.tokens["place"], values.cpu()))
 
 
 def matrix_batch(responses: int = 2) -> Any:
