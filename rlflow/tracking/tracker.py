@@ -48,8 +48,9 @@ class Tracker:
         self._tensorboard: TensorBoard | None = None  # the writer that takes texts too
 
     def begin(self) -> None:
-        """Start a step's clock."""
+        """Start a step's clock; the memory of phases before it counts for no step."""
         self._clock.begin()
+        self._memory.take()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -113,7 +113,8 @@ def hand_over(run: Run) -> dict[str, float]:
 
 def evaluate(run: Run) -> dict[str, float]:
     """Scores of the present weights on the held-out prompts."""
-    return held_out.measure(run.rollout, run.scorer, run.held_out, run.config, run.state.step)
+    with run.tracker.phase("evaluate"):
+        return held_out.measure(run.rollout, run.scorer, run.held_out, run.config, run.state.step)
 
 
 def finish_step(run: Run, samples: list[Sample], metrics: dict[str, float]) -> None:
@@ -123,8 +124,7 @@ def finish_step(run: Run, samples: list[Sample], metrics: dict[str, float]) -> N
         log.warning("step %d: no sample could be scored, so nothing was learnt from it", state.step)
     last = state.step == run.steps
     if last or (every and state.step % every == 0):
-        with run.tracker.phase("evaluate"):
-            metrics = metrics | evaluate(run)
+        metrics = metrics | evaluate(run)
     save_every = run.config.trainer.save_every
     if save_every and (last or state.step % save_every == 0):
         with run.tracker.phase("save"):

@@ -103,6 +103,18 @@ def test_other_phases_do_not_nest_and_steps_must_begin():
         pass
 
 
+def test_a_phase_before_the_first_step_counts_for_none(tmp_path: Path):
+    tracker = Tracker(make_config(tensorboard=False, console=False), tmp_path, is_main=True, total_steps=1)
+    with tracker.phase("evaluate"):
+        pass
+    tracker.begin()
+    with tracker.phase("update"):
+        pass
+    tracker.end(1, {})
+    (record,) = read_records(tmp_path)
+    assert record.keys() == {"step", "time/step", "time/update", "time/other", "memory/update_gib"}
+
+
 def test_the_phase_that_failed_can_be_named(tmp_path: Path):
     tracker = Tracker(make_config(console=False), tmp_path, is_main=True, total_steps=1)
     tracker.begin()

@@ -1,5 +1,6 @@
 """The parts of the online loop that are its own: in which order weights are handed over, and what updates amount to."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from megatron_bridge.execute import Traffic
 from rlflow.rollout.engine import Lifecycle
-from rlflow.trainers.online import finish_step, hand_over
+from rlflow.trainers.online import evaluate, finish_step, hand_over
 
 BYTES = {"weights": 10, "kv_cache": 30}
 
@@ -69,3 +70,12 @@ def test_a_step_in_which_nothing_could_be_scored_is_told(caplog: pytest.LogCaptu
     assert not caplog.text
     finish_step(run, [], {})
     assert "step 3: no sample could be scored" in caplog.text
+
+
+def test_an_evaluation_is_a_phase_also_before_the_first_step() -> None:
+    phases: list[str] = []
+    tracker = SimpleNamespace(phase=lambda name: phases.append(name) or nullcontext())
+    state = SimpleNamespace(step=0)
+    run: Any = SimpleNamespace(tracker=tracker, rollout=None, scorer=None, held_out=[], config=None, state=state)
+    assert evaluate(run) == {}
+    assert phases == ["evaluate"]
