@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from rlflow.batch.sizes import Sizes
 EVEN_ENOUGH = 1.01  # the busiest micro-batch over the mean, below which no prompt is computed twice for more evenness
 
 Plan = list[list[int]]
+Load = Callable[[Sequence[int]], float]  # of a micro-batch of these samples, in rows or in cost
 
 
 def plan_micro_batches(
@@ -136,12 +138,12 @@ def _shift_samples(plan: Plan, task: _Task) -> None:
     """
     rows, costs = [float(task.rows(members)) for members in plan], [task.cost(members) for members in plan]
     for _ in range(4 * len(plan)):
-        overfull = any(map(task.is_overfull, plan))
+        overfull = any(held > task.budget and len(members) > 1 for held, members in zip(rows, plan, strict=True))
         loads = rows if overfull else costs
         if not overfull and max(costs) <= EVEN_ENOUGH * sum(costs) / len(costs):
             return
         source, target = loads.index(max(loads)), loads.index(min(loads))
-        sample = _best_move(plan[source], plan[target], task.rows if overfull else task.cost, task, max(loads))
+        sample = _best_move(plan[source], plan[target], task.rows if overfull else task.cost, task)
         if sample is None:
             return
         plan[source].remove(sample)
@@ -150,14 +152,22 @@ def _shift_samples(plan: Plan, task: _Task) -> None:
             rows[place], costs[place] = task.rows(plan[place]), task.cost(plan[place])
 
 
-def _best_move(
-    source: list[int], target: list[int], load: Callable[[Sequence[int]], float], task: _Task, present: float
-) -> int | None:
+def _best_move(source: list[int], target: list[int], load: Load, task: _Task) -> int | None:
     """The sample of `source` after whose move the larger of both loads is least, if less than at present."""
+    group_of = task.sizes.groups
+    here, there = Counter(group_of[sample] for sample in source), {group_of[sample] for sample in target}
+    present, other, room = load(source), load(target), task.budget - task.rows(target)
     best, least = None, present
     for sample in source:
-        joined = [*target, sample]
-        larger = max(load([member for member in source if member != sample]), load(joined))
-        if larger < least and task.rows(joined) <= task.budget:
+        group = group_of[sample]
+        leaves, joins = _added(sample, load, here[group] > 1), _added(sample, load, group in there)
+        larger = max(present - leaves, other + joins)
+        if larger < least and _added(sample, task.rows, group in there) <= room:
             best, least = sample, larger
     return best
+
+
+def _added(sample: int, load: Load, prompt_is_there: bool) -> float:
+    """What a sample adds to a micro-batch; as a second one of its group not the prompt."""
+    alone = load([sample])
+    return load([sample, sample]) - alone if prompt_is_there else alone

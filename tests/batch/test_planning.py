@@ -1,8 +1,10 @@
 """Micro-batches as pipelines and context-parallel ranks need them: whole rounds of them, padded sequences counted."""
 
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from rlflow.batch import Sizes, pack, plan_micro_batches
 from tests.batch.samples import make_batch
@@ -42,3 +44,15 @@ def test_the_last_token_is_counted_where_it_is_a_row() -> None:
     with_last = replace(TWELVE, with_last=True)
     assert (TWELVE.rows([0, 1], False), with_last.rows([0, 1], False)) == (8, 10)
     assert with_last.select([3]).rows([0], False) == 5
+
+
+def test_planning_thousands_of_samples_takes_no_time_to_speak_of() -> None:
+    """2,048 responses of 1,500 tokens to shared prompts, in a hundred micro-batches: 0.6 s of one core."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randn(2048, generator=random).mul(0.8).add(7).exp().clamp(1, 8000).int().tolist()
+    sizes = Sizes([200] * 2048, lengths, [sample // 16 for sample in range(2048)])
+    start = time.process_time()
+    plan = plan_micro_batches(sizes, 32768, share_prompts=True, hidden=4096)
+    assert time.process_time() - start < 4
+    assert sorted(sample for members in plan for sample in members) == list(range(2048))
+    assert max(sizes.rows(members, True) for members in plan) <= 32768
