@@ -69,9 +69,6 @@ def algorithm_faults(config: Config) -> Iterator[Fault]:
     if rollout.n == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         rule = f"{algorithm.advantage} compares the responses to a prompt and needs at least 2"
         yield Fault("rollout.n", 1, rule, "2", ("algorithm.advantage",))
-    if algorithm.mini_batches > (prompts := config.trainer.prompts_per_step):
-        rule = f"a prompt's samples stay in one mini-batch, and a step has {prompts} prompts"
-        yield Fault("algorithm.mini_batches", algorithm.mini_batches, rule, str(prompts), ("trainer.prompts_per_step",))
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         rule, also = "k1 in the loss has a gradient of expectation zero", ("algorithm.kl_in", "algorithm.kl_coef")
         yield Fault("algorithm.kl_estimator", "k1", rule, "k1-straight-through", also)

@@ -108,21 +108,30 @@ def order_faults(config: Config) -> Iterator[Fault]:
 
 
 def batch_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
-    """A step's samples must divide evenly over mini-batches and the data-parallel ranks of each trained role."""
+    """A step's samples must divide evenly over mini-batches and the data-parallel ranks of each trained role.
+
+    Mini-batches are whole prompts: otherwise some would have fewer samples than others, or none.
+    """
     prompts, n, parts = config.trainer.prompts_per_step, config.rollout.n, config.algorithm.mini_batches
     for name, role in role_sections(config).items():
         dp = data_parallel_size(role, _count(role, world_size)) or 1
-        if name not in TRAINED or min(prompts, n, parts) < 1 or prompts * n % (parts * dp) == 0:
+        if name not in TRAINED or min(prompts, n, parts) < 1:
             continue
-        unit = parts * dp // math.gcd(parts * dp, n)
-        of_whom = "" if name == "actor" else f" of the {name}"
-        rule = (
-            f"{prompts} prompts × {n} responses = {prompts * n} samples do not divide over "
-            f"{parts} mini-batches × {dp} data-parallel ranks{of_whom} = {parts * dp}"
-        )
-        nearest = " or ".join(str(k * unit) for k in (prompts // unit, prompts // unit + 1) if k)
-        reads = ("rollout.n", "algorithm.mini_batches", *(f"{name}.{key}" for key in (TP, CP, PP, "ranks")))
-        yield Fault("trainer.prompts_per_step", prompts, rule, nearest, reads)
+        unit = math.lcm(parts, parts * dp // math.gcd(parts * dp, n))
+        if prompts % unit:
+            nearest = " or ".join(str(k * unit) for k in (prompts // unit, prompts // unit + 1) if k)
+            reads = ("rollout.n", "algorithm.mini_batches", *(f"{name}.{key}" for key in (TP, CP, PP, "ranks")))
+            yield Fault("trainer.prompts_per_step", prompts, _batch_rule(prompts, n, parts, dp, name), nearest, reads)
+
+
+def _batch_rule(prompts: int, n: int, parts: int, dp: int, role: str) -> str:
+    if prompts * n % (parts * dp) == 0:
+        return f"{prompts} prompts do not divide over {parts} mini-batches, in which a prompt's samples stay together"
+    of_whom = "" if role == "actor" else f" of the {role}"
+    return (
+        f"{prompts} prompts × {n} responses = {prompts * n} samples do not divide over "
+        f"{parts} mini-batches × {dp} data-parallel ranks{of_whom} = {parts * dp}"
+    )
 
 
 def with_grids(faults: list[Fault], config: Config, name: str, arch: Architecture, ranks: int | None) -> list[Fault]:

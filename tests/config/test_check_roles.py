@@ -67,7 +67,14 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
          "critic.context_parallel_size = 3: 4 ranks do not divide into blocks of TP × CP × PP = 3; "
          "nearest: TP1 × CP4 × PP1 × DP1, TP1 × CP2 × PP1 × DP2, TP2 × CP2 × PP1 × DP1"),
         ("trainer.prompts_per_step=2 algorithm.mini_batches=4",
-         "algorithm.mini_batches = 4: a prompt's samples stay in one mini-batch, and a step has 2 prompts; nearest: 2"),
+         "trainer.prompts_per_step = 2: 2 prompts do not divide over 4 mini-batches, in which a prompt's samples stay "
+         "together; nearest: 4"),
+        (f"{PPO} trainer.prompts_per_step=12 algorithm.mini_batches=8",
+         "trainer.prompts_per_step = 12: 12 prompts do not divide over 8 mini-batches, in which a prompt's samples "
+         "stay together; nearest: 8 or 16"),
+        ("trainer.prompts_per_step=4 algorithm.mini_batches=4 rollout.n=2 actor.ranks=0-2",
+         "trainer.prompts_per_step = 4: 4 prompts × 2 responses = 8 samples do not divide over 4 mini-batches × 3 "
+         "data-parallel ranks = 12; nearest: 12"),
         (f"{KL} reference.ranks=3-4", "reference.ranks = [3, 4]: the job has the ranks 0 to 3; nearest: all"),
         (f"{PPO} critic.pipeline_parallel_size=2 critic.virtual_pipeline_parallel_size=3",
          "critic.virtual_pipeline_parallel_size = 3: 28 layers do not divide over PP 2 × VP 3 = 6 chunks: with PP 2 "
