@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlflow.batch.planning import plan_micro_batches
 from rlflow.batch.sizes import Sizes
@@ -35,20 +35,15 @@ def measure_load(
         multiple, context: what `pack` pads to.
         rounds: the number of micro-batches is a multiple of it.
     """
+    padded = replace(sizes, context=context)
     plan = plan_micro_batches(
-        sizes, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, multiple_of=rounds
+        padded, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, multiple_of=rounds
     )  # fmt: skip
     empty = multiple if context == 1 else context * math.lcm(2, multiple)
-    computed = 0
-    for members in plan:
-        rows = sizes.rows(members, share_prompts)
-        if context > 1:
-            rows = sum(_up(sizes.prompts[member] + sizes.grown(member), 2 * context) for member in members)
-        computed += _up(rows, empty) or empty
     return Load(
-        costs=[sizes.cost(members, share_prompts, hidden) for members in plan],
+        costs=[padded.cost(members, share_prompts, hidden) for members in plan],
         rows=sum(sizes.rows(members, share_prompts) for members in plan),
-        computed=computed,
+        computed=sum(_up(padded.rows(members, share_prompts), empty) or empty for members in plan),
         empty=empty,
     )
 

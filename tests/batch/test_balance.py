@@ -128,6 +128,13 @@ def test_padding_to_what_the_grid_asks_for_is_counted():
         assert balance_metrics([load], 9)["balance/padding"] == pytest.approx(padding)
 
 
+def test_the_plan_that_is_measured_is_the_one_that_is_computed():
+    """Two context ranks pad 5 rows to 8, so that a budget of 15 holds one sequence, not two."""
+    sizes = Sizes([3, 3], [3, 3], [0, 1])
+    load = measure_load(sizes, micro_batch_tokens=15, hidden=64, share_prompts=False, context=2)
+    assert (len(load.costs), load.rows, load.computed) == (2, 10, 16)
+
+
 def test_empty_micro_batches_count_as_unfilled():
     """A rank with 10 rows in one micro-batch of 10 beside one with none: half of the budget is filled."""
     sizes = Sizes([5], [6], [0])
