@@ -113,12 +113,14 @@ def batch_faults(config: Config, world_size: int | None) -> Iterator[Fault]:
     Mini-batches are whole prompts: otherwise some would have fewer samples than others, or none.
     """
     prompts, n, parts = config.trainer.prompts_per_step, config.rollout.n, config.algorithm.mini_batches
+    said: set[int] = set()
     for name, role in role_sections(config).items():
         dp = data_parallel_size(role, _count(role, world_size)) or 1
         if name not in TRAINED or min(prompts, n, parts) < 1:
             continue
         unit = math.lcm(parts, parts * dp // math.gcd(parts * dp, n))
-        if prompts % unit:
+        if prompts % unit and dp not in said:
+            said.add(dp)
             nearest = " or ".join(str(k * unit) for k in (prompts // unit, prompts // unit + 1) if k)
             reads = ("rollout.n", "algorithm.mini_batches", *(f"{name}.{key}" for key in (TP, CP, PP, "ranks")))
             yield Fault("trainer.prompts_per_step", prompts, _batch_rule(prompts, n, parts, dp, name), nearest, reads)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from megatron_bridge.layouts.grid import LARGEST_WORLD
-from rlflow.config.convert import Mismatch
-from rlflow.config.faults import Fault
+from rlflow.config.convert import Mismatch, Text, plain
+from rlflow.config.faults import Fault, as_written
 from rlflow.config.schema import Ranks
 
 FORM = re.compile(r"(?P<nodes>nodes?\s+)?(?P<numbers>\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*)")
@@ -90,11 +90,24 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _in_section(name: str, section: Any, ranks_per_node: int | None, faults: list[Fault]) -> Any:
-    ranks = section.get("ranks") if isinstance(section, dict) else None
-    if not isinstance(ranks, str) or ranks == "all" or ranks.startswith("["):
+    if not isinstance(section, dict) or "ranks" not in section:
         return section
+    ranks = section["ranks"]
     try:
-        return {**section, "ranks": expand(ranks, ranks_per_node)}
+        return {**section, "ranks": _listed(ranks, ranks_per_node)}
     except Mismatch as mismatch:
-        faults.append(Fault(f"{name}.ranks", ranks, mismatch.args[0], mismatch.nearest))
+        faults.append(Fault(f"{name}.ranks", as_written(ranks), mismatch.args[0], mismatch.nearest))
         return {**section, "ranks": "all"}
+
+
+def _listed(ranks: Any, ranks_per_node: int | None) -> list[int] | str:
+    """`all`, or the ranks that a value of any form stands for; raises Mismatch."""
+    ranks = plain(Text(ranks) if isinstance(ranks, str) else ranks)
+    if ranks == "all":
+        return ranks
+    items = ranks if isinstance(ranks, list) else [ranks]
+    if any(isinstance(item, bool) or not isinstance(item, int | str) for item in items):
+        raise Mismatch(RULE, "all")
+    if all(isinstance(item, int) for item in items):
+        return items
+    return expand(", ".join(map(str, items)), ranks_per_node)

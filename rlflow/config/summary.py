@@ -53,7 +53,9 @@ def simultaneous_words(config: Config, world_size: int | None) -> str:
     phases = []
     for phase, order in (("predictions", PREDICT), ("updates", UPDATE)):
         pairs = combinations([name for name in order if name in roles], 2)
-        beside = [f"{one} ∥ {other}" for one, other in pairs if _are_disjoint(ranks[one], ranks[other])]
+        beside = [
+            f"{one} ∥ {other}".replace("_", " ") for one, other in pairs if _are_disjoint(ranks[one], ranks[other])
+        ]
         phases += [f"{phase} of {', '.join(beside)}"] if beside else []
     return "; ".join(phases)
 

@@ -75,6 +75,9 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
         ("trainer.prompts_per_step=4 algorithm.mini_batches=4 rollout.n=2 actor.ranks=0-2",
          "trainer.prompts_per_step = 4: 4 prompts × 2 responses = 8 samples do not divide over 4 mini-batches × 3 "
          "data-parallel ranks = 12; nearest: 12"),
+        (f"{PPO} rollout.n=1 trainer.prompts_per_step=6",
+         "trainer.prompts_per_step = 6: 6 prompts × 1 responses = 6 samples do not divide over 1 mini-batches × 4 "
+         "data-parallel ranks = 4; nearest: 4 or 8"),
         (f"{KL} reference.ranks=3-4", "reference.ranks = [3, 4]: the job has the ranks 0 to 3; nearest: all"),
         (f"{PPO} critic.pipeline_parallel_size=2 critic.virtual_pipeline_parallel_size=3",
          "critic.virtual_pipeline_parallel_size = 3: 28 layers do not divide over PP 2 × VP 3 = 6 chunks: with PP 2 "

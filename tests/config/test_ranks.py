@@ -8,6 +8,7 @@ import pytest
 
 from rlflow.config import Actor, Config, Model, dump, load
 from rlflow.config.document import parse
+from rlflow.config.faults import as_written
 from rlflow.config.load import interpret
 from rlflow.config.ranks import expand, in_short, rank_list
 from tests.config.examples import write_config
@@ -24,6 +25,7 @@ def ranks(written: Any, per_node: int | None = None, *overrides: str) -> tuple[A
         ("all", "all"),
         ([0, 2], (0, 2)),
         ("[0, 2]", (0, 2)),
+        (3, (3,)),
         ("0-3", (0, 1, 2, 3)),
         ("3", (3,)),
         ("0-1, 6-7", (0, 1, 6, 7)),
@@ -38,6 +40,11 @@ def test_ranks_become_lists(written: Any, listed: Any) -> None:
     assert ranks("all", 4, f"actor={{ranks: '{written}'}}") == (listed, [])
 
 
+def test_a_list_may_have_ranges() -> None:
+    assert ranks([0, "2-3"]) == ((0, 2, 3), [])
+    assert ranks("all", None, "actor.ranks=[0, 2-3]") == ((0, 2, 3), [])
+
+
 @pytest.mark.parametrize(
     ("written", "rule"),
     [
@@ -45,11 +52,15 @@ def test_ranks_become_lists(written: Any, listed: Any) -> None:
                  "nearest: all"),
         ("3-0", "a range goes from the smaller number to the larger; nearest: 0-3"),
         ("0-9999999", "no job has more than 1048576 ranks"),
+        (None, "must be all, a list such as [0, 1], a range such as 0-3, or nodes such as node 0 and nodes 0-1; "
+               "nearest: all"),
+        ([0, "x"], "must be all, a list such as [0, 1], a range such as 0-3, or nodes such as node 0 and nodes 0-1; "
+                   "nearest: all"),
         ("node 0", "how many ranks a node has is unknown here: write the ranks, or say it by --ranks-per-node"),
     ],
 )  # fmt: skip
-def test_what_is_no_list_of_ranks(written: str, rule: str) -> None:
-    assert ranks(written) == ("all", [f"actor.ranks = {written}: {rule}"])
+def test_what_is_no_list_of_ranks(written: Any, rule: str) -> None:
+    assert ranks(written) == ("all", [f"actor.ranks = {as_written(written)}: {rule}"])
 
 
 def test_followers_take_the_list_and_not_the_fault() -> None:
