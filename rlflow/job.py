@@ -25,6 +25,7 @@ from rlflow.batch.sample import Prompt
 from rlflow.checkpoint import Checkpoints, State
 from rlflow.config import Config, dump
 from rlflow.config.ranks import rank_list
+from rlflow.config.roles import role_path, role_sections
 from rlflow.config.schema import Algorithm
 from rlflow.config.summary import replica_words, role_words
 from rlflow.data.encode import Encoder, load_tokenizer
@@ -106,6 +107,7 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
     scorer = Scorer(config.rewards)
     checkpoints = Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep)
     checkpoint = checkpoints.find(config.trainer.resume)
+    look_at_weights(config)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
     rollout = start_rollout(
@@ -181,6 +183,12 @@ def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
         config.data.evaluation, tokenizer, config.data, max_length=config.rollout.max_prompt_length,
         name="evaluation", limit=config.evaluation.max_prompts,
     )  # fmt: skip
+
+
+def look_at_weights(config: Config) -> None:
+    """Refuse what is wrong with the weight files of roles before vLLM starts; `start_rollout` looks at the actor's."""
+    for folder in {role_path(config, name) for name in role_sections(config)} - {config.model.path}:
+        open_source(folder, load_architecture(folder))
 
 
 def place(config: Config, architecture: Architecture) -> Placement:
