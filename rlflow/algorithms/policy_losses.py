@@ -33,11 +33,15 @@ class PolicyTerms:
         return bounded_exp(self.log_probs - self.old_log_probs)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """For each token the mean of `values` over the masked tokens of its sequence."""
+        """For each token the mean of `values` over the masked tokens of its sequence.
+
+        A GPU adds in any order: only rounded from float64 is it equal on all ranks that have the tokens.
+        """
         size = int(self.sample_index.max()) + 1 if len(self.sample_index) else 0
-        counts = values.new_zeros(size).index_add(0, self.sample_index, self.mask.to(values.dtype))
-        sums = values.new_zeros(size).index_add(0, self.sample_index, torch.where(self.mask, values, 0.0))
-        return (sums / counts.clamp(min=1))[self.sample_index]
+        zeros = torch.zeros(size, dtype=torch.float64, device=values.device)
+        counts = zeros.index_add(0, self.sample_index, self.mask.double())
+        sums = zeros.index_add(0, self.sample_index, torch.where(self.mask, values, 0.0).double())
+        return (sums / counts.clamp(min=1))[self.sample_index].to(values.dtype)
 
 
 class PolicyLoss(NamedTuple):

@@ -189,12 +189,15 @@ def add_advantages(
 
 
 def _of_samples(tokens: Tensor, share: Share, total: int, grid: Grid) -> Tensor:
-    """Sums of a token field over each sample, known on every rank of the grid: float32 [N] on the CPU."""
+    """Sums of a token field over each sample, known on every rank of the grid: float32 [N] on the CPU.
+
+    A GPU adds in any order: only rounded from float64 are they equal on all ranks of a replica.
+    """
     if not grid.is_member:
         return torch.zeros(total)
-    batch = share.batch
-    sums = tokens.new_zeros(len(batch)).index_add(0, batch.responses.row_ids(), tokens)
-    return gather_samples(sums, share.numbers, total, grid.groups.dp).cpu()
+    batch, exact = share.batch, tokens.double()
+    sums = exact.new_zeros(len(batch)).index_add(0, batch.responses.row_ids(), exact)
+    return gather_samples(sums, share.numbers, total, grid.groups.dp).float().cpu()
 
 
 def mini_batch(share: Share, number: int, algorithm: Algorithm, grid: Grid) -> Batch:
