@@ -45,6 +45,7 @@ class Watchdog:
         self._started = time.monotonic()
         self._phase = (0, START, 0.0)  # one tuple, so that the thread never sees half a change
         self._moved: tuple[object, float] = (None, 0.0)
+        self._groups: dict[tuple[int, str], str] = {}
         self._main = threading.main_thread().ident
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -92,7 +93,7 @@ class Watchdog:
         now = self._now()
         number, phase, since = self._phase
         stack = _stack(sys._current_frames().get(self._main or 0))
-        collectives = _collectives()
+        collectives = _collectives(self._groups)
         state = (number, phase, [(id(frame.f_code), frame.f_lasti) for frame in stack], collectives)
         if state != self._moved[0]:
             self._moved = (state, now)
@@ -159,13 +160,18 @@ def _module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def _collectives() -> dict[str, int]:
-    """How many collectives this rank has begun in each group of more than one rank."""
+def _collectives(names: dict[tuple[int, str], str]) -> dict[str, int]:
+    """How many collectives this rank has begun in each group of more than one rank.
+
+    `names` keeps what groups were called when they were first seen: inside `sub_world` their ranks have other numbers.
+    """
     world = dist.distributed_c10d._world
     counted = {}
     for group in list(world.pg_map):
         members = world.pg_group_ranks.get(group, {})  # none where the main thread has just ended the group
         if len(members) > 1:
-            name = f"{world.pg_names.get(group)}@{min(members)}"  # groups of different ranks may have one name
+            given = world.pg_names.get(group, "")
+            # Groups of different ranks may have been given one name.
+            name = names.setdefault((id(group), given), f"{given}@{min(members)}")
             counted[name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counted

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tests.parallel import fault_ranks
 from tests.parallel.fault_ranks import KILLED, run
+from tests.workers import World
 
 
 def test_a_rank_that_keeps_the_others_is_named_before_their_timeout(tmp_path: Path) -> None:
@@ -49,3 +52,22 @@ def test_ranks_end_when_the_store_has_gone_with_rank_0(tmp_path: Path) -> None:
     ended = run(2, fault_ranks.lose, 0, folder=tmp_path, own_store=True)
     assert ended.codes == [KILLED, 1]
     assert "rank 1 ends in phase 'update': the job's store, at 127.0.0.1:" in ended.errors
+
+
+def test_a_group_has_one_name_also_where_it_is_shown_as_the_whole_job(world: World) -> None:
+    """Or ranks inside `sub_world` and those on their way would seem to have no group in common."""
+    assert world(3, _names_of_groups) == [True, True, True]
+
+
+def _names_of_groups() -> bool:
+    from rlflow.parallel.sub_world import sub_world
+    from rlflow.parallel.watchdog import _collectives
+
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return True
+    names: dict[tuple[int, str], str] = {}
+    before = _collectives(names)
+    with sub_world(group):
+        inside = _collectives(names)
+    return len(before) == 2 and before.keys() == inside.keys()
