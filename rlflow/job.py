@@ -66,11 +66,13 @@ def evaluate(config: Config) -> int:
     """Print accuracy on the held-out file, greedy and sampled, with pass@k for the samples; returns the exit code."""
     with parallel.reporting(lambda: "evaluate"):
         start(config)
-        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-        prompts = held_out_prompts(config, tokenizer)
-        rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
-        rollout.sync_from_hf(config.model.path)
-        report = held_out.report(rollout, Scorer(config.rewards), prompts, config)
+        with parallel.Watchdog(config.trainer.timeout_seconds) as watchdog:
+            watchdog.enter("evaluate")
+            tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+            prompts = held_out_prompts(config, tokenizer)
+            rollout = start_rollout(config, load_architecture(config.model.path), tokenizer)
+            rollout.sync_from_hf(config.model.path)
+            report = held_out.report(rollout, Scorer(config.rewards), prompts, config)
         if is_main(config):
             print(held_out.table(report), flush=True)
         stop(rollout)
