@@ -58,11 +58,12 @@ class LogProbHead(ColumnParallelLinear):
         scoring = packed.scoring
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
-        rows = hidden[:, 0].index_select(0, scoring.rows)
-        if not self.sequence_parallel:
-            rows = copy_to_tensor_model_parallel_region(rows, group=self.tp_group)
+        else:
+            # Before rows are chosen: gradients of several responses meet in their prompt's last row, a GPU adds them in
+            # any order, and after their sum over the ranks each rank would have another one.
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return token_log_probs(
-            rows,
+            hidden[:, 0].index_select(0, scoring.rows),
             self.weight if weight is None else weight,
             scoring.targets,
             self._shard(),
