@@ -160,13 +160,18 @@ def without_repeats(faults: Iterable[Fault]) -> list[Fault]:
     seen: set[tuple[str, str, str]] = set()
     kept = []
     for fault in faults:
-        section, _, name = fault.key.partition(".")
-        leader = "actor" if section in FOLLOWERS else section
-        words = (f"{leader}.{name}", str(fault.value), fault.rule.replace(f"{section}.", f"{leader}."))
-        if words not in seen:
+        words = (fault.key, str(fault.value), fault.rule)
+        if words not in seen and _as_actors(*words) not in seen:
             kept.append(fault)
         seen.add(words)
     return kept
+
+
+def _as_actors(key: str, value: str, rule: str) -> tuple[str, str, str]:
+    """How a fault of a role that follows the actor would be worded of the actor."""
+    section, _, name = key.partition(".")
+    leader = "actor" if section in FOLLOWERS else section
+    return f"{leader}.{name}", value, rule.replace(f"{section}.", f"{leader}.")
 
 
 def _read(config: Config, name: str) -> tuple[Architecture | None, list[Fault]]:

@@ -27,6 +27,7 @@ def summarize(config: Config, world_size: int | None) -> str:
         "rollout": f"{replicas}{replica_words(rollout)}{_where(rollout.ranks, world_size)}, "
         f"{rollout.max_prompt_length} + {rollout.max_response_length} tokens",
         "at once": simultaneous_words(config, world_size),
+        "idle": idle_words(config, world_size),
         "step": f"{trainer.prompts_per_step} prompts × {rollout.n} responses = {samples} samples, "
         f"{updates} optimizer steps of {samples // config.algorithm.mini_batches} samples",
         "run": f"{config.algorithm.advantage}, {config.algorithm.policy_loss}, {length}, to {trainer.output_dir}",
@@ -58,6 +59,14 @@ def simultaneous_words(config: Config, world_size: int | None) -> str:
         ]
         phases += [f"{phase} of {', '.join(beside)}"] if beside else []
     return "; ".join(phases)
+
+
+def idle_words(config: Config, world_size: int | None) -> str:
+    """The ranks of the job that have no part in it; empty where there are none, or their number is unknown."""
+    places = [config.rollout.ranks, *(role.ranks for role in role_sections(config).values())]
+    used = {rank for ranks in places for rank in rank_list(ranks, world_size) or ()}
+    idle = [rank for rank in range(world_size or 0) if rank not in used]
+    return f"ranks {in_short(idle)}" if idle else ""
 
 
 def replica_words(rollout: Rollout) -> str:

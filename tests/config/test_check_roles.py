@@ -103,6 +103,13 @@ def test_one_role(tmp_path: Path, overrides: str, message: str) -> None:
     assert faults(tmp_path, *overrides.split(), world_size=4) == [message]
 
 
+def test_faults_that_two_roles_have_by_themselves_are_two(tmp_path: Path) -> None:
+    rule = "the job has the ranks 0 to 3; nearest: all"
+    assert faults(tmp_path, PPO, KL, "critic.ranks=[4]", "reference.ranks=[4]", world_size=4) == [
+        f"critic.ranks = [4]: {rule}", f"reference.ranks = [4]: {rule}",
+    ]  # fmt: skip
+
+
 def test_a_fault_that_a_role_takes_from_the_actor_is_reported_once(tmp_path: Path) -> None:
     (fault,) = faults(tmp_path, PPO, KL, "actor.tensor_parallel_size=8", "rollout.tensor_parallel_size=1", world_size=8)
     assert fault.startswith("actor.tensor_parallel_size = 8: ")

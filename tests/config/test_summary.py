@@ -40,3 +40,9 @@ def test_one_role_on_all_ranks(tmp_path: Path) -> None:
 def test_an_unknown_number_of_ranks(tmp_path: Path) -> None:
     lines = summary(tmp_path, "actor.pipeline_parallel_size=2", "actor.virtual_pipeline_parallel_size=7")
     assert lines[1:3] == ["actor   TP1 × PP2 × VP7", "rollout TP1, 512 + 512 tokens"]
+
+
+def test_ranks_that_have_nothing_to_do(tmp_path: Path) -> None:
+    places = ("actor.ranks=0-1", "rollout.ranks=4")
+    assert "idle    ranks 2-3,5-7" in summary(tmp_path, *places, world_size=8)
+    assert not any(line.startswith("idle") for line in summary(tmp_path, *places))
