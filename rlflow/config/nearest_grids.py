@@ -5,6 +5,7 @@ A pure search over the rules of `check_grid`, for messages: nothing is chosen he
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import log2
 
 from megatron_bridge.families import Architecture
@@ -23,9 +24,14 @@ def nearest_grids(
     virtual pipeline and expert parallelism stay off where they were. `suits` says of a number of replicas whether the
     batch divides over it; grids that it refuses are taken only if there are no others.
     """
-    valid = [role for role in _candidates(asked, arch, ranks) if not any(grid_faults("role", role, arch, ranks))]
-    suitable = [role for role in valid if suits(ranks // replica_size(role))]
-    return sorted(suitable or valid, key=lambda role: (_distance(asked, role), *_preference(asked, role)))[:most]
+    suitable: list[Role] = []
+    others: list[Role] = []
+    for role in sorted(_candidates(asked, arch, ranks), key=partial(_nearness, asked)):
+        if not any(grid_faults("role", role, arch, ranks)):
+            (suitable if suits(ranks // replica_size(role)) else others).append(role)
+        if len(suitable) == most:  # of thousands of ranks there are very many grids
+            break
+    return suitable or others[:most]
 
 
 def grid_words(role: Role, ranks: int | None) -> str:
@@ -77,6 +83,10 @@ def _expert_sizes(asked: Role, arch: Architecture, stage: int) -> Iterator[tuple
 
 def _unless_off(asked: int, number: int) -> tuple[int, ...]:
     return divisors(number) if asked > 1 else (1,)
+
+
+def _nearness(asked: Role, other: Role) -> tuple[float, ...]:
+    return (_distance(asked, other), *_preference(asked, other))
 
 
 def _distance(asked: Role, other: Role) -> float:
