@@ -25,19 +25,18 @@ class Load:
 
 def measure_load(
     sizes: Sizes, *, micro_batch_tokens: int, hidden: int, share_prompts: bool, multiple: int = 1, context: int = 1,
-    rounds: int = 1,
+    multiple_of: int = 1,
 ) -> Load:  # fmt: skip
     """What a rank computes for its samples.
 
     Args:
         sizes: of the rank's samples.
-        micro_batch_tokens, hidden, share_prompts: as in `plan_micro_batches`.
+        micro_batch_tokens, hidden, share_prompts, multiple_of: as in `plan_micro_batches`.
         multiple, context: what `pack` pads to.
-        rounds: the number of micro-batches is a multiple of it.
     """
     padded = replace(sizes, context=context)
     plan = plan_micro_batches(
-        padded, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, multiple_of=rounds
+        padded, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, multiple_of=multiple_of
     )  # fmt: skip
     empty = multiple if context == 1 else context * math.lcm(2, multiple)
     return Load(

@@ -129,6 +129,11 @@ class Engine:
         """The rank of the job that knows the metrics of a step: one on the first replica's last stage."""
         return self.grid.members("pp")[0][-1]
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches is a multiple of it: chunks of a pipeline take turns in whole rounds of them."""
+        return self.grid.pp if len(self.chunks) > 1 else 1
+
     def log_probs(self, batch: Batch, temperature: float) -> Tensor:
         """Log-probs of the replica's response tokens at a sampling temperature: float32, flat like `batch.tokens`.
 
@@ -238,18 +243,14 @@ class Engine:
         return shared[0]
 
     def _micro_batches(self, batch: Batch, *, with_last: bool = False) -> list[MicroBatch]:
-        """The batch in packed micro-batches, on the device, as many as on every other replica and at least one.
-
-        Chunks of a pipeline take turns in rounds of as many micro-batches as there are stages: only whole rounds.
-        """
+        """The batch in packed micro-batches, on the device, as many as on every other replica and at least one."""
         sizes = replace(batch.sizes(), context=self.grid.cp, with_last=with_last)
-        rounds = self.grid.pp if len(self.chunks) > 1 else 1
         plan = partial(
             plan_micro_batches, sizes, self.micro_batch_tokens, share_prompts=self.share_prompts,
-            hidden=self.architecture.hidden, multiple_of=rounds,
+            hidden=self.architecture.hidden, multiple_of=self.micro_batch_multiple,
         )  # fmt: skip
         bins = plan()
-        count = max(len(bins), rounds)
+        count = max(len(bins), self.micro_batch_multiple)
         if self.grid.dp > 1:
             most = torch.tensor(count, device=device())
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.grid.groups.dp)

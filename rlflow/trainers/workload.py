@@ -49,7 +49,7 @@ def _loads(share: Share, engine: Engine) -> list[Load]:
         measure_load(
             sizes.select(rows), micro_batch_tokens=engine.micro_batch_tokens, hidden=engine.architecture.hidden,
             share_prompts=engine.share_prompts, multiple=engine.row_multiple, context=grid.cp,
-            rounds=grid.pp if len(engine.chunks) > 1 else 1,
+            multiple_of=engine.micro_batch_multiple,
         )
         for rows in share.mini_batches
     ]  # fmt: skip

@@ -24,10 +24,10 @@ def run_workload() -> dict[str, float]:
     known = catalogue(sampled)
     placement = ((0, 2), (1, 3), ())
     share = Share(placement, exchange(sampled, known, placement), [[0], [1]] if rank < 2 else [[], []])
-    grid = SimpleNamespace(is_member=rank < 2, here={"tp": 0, "cp": 0, "dp": rank, "pp": 0}, pp=1, cp=1)
+    grid = SimpleNamespace(is_member=rank < 2, here={"tp": 0, "cp": 0, "dp": rank, "pp": 0}, cp=1)
     actor: Any = SimpleNamespace(
         grid=grid, architecture=SimpleNamespace(hidden=1 << 20), micro_batch_tokens=10, share_prompts=False,
-        row_multiple=4, chunks=[None],
+        row_multiple=4, micro_batch_multiple=1,
     )  # fmt: skip
     rollout: Any = SimpleNamespace(generation=[Generation(4.0, 10), Generation(2.0, 12), None][rank])
     prompts = [Prompt("p/0", [1, 2], {}, None), Prompt("p/1", [5], {}, None)]
