@@ -18,7 +18,8 @@ from rlflow.batch.sizes import Sizes
 EVEN_ENOUGH = 1.01  # the busiest micro-batch over the mean, below which no prompt is computed twice for more evenness
 
 Plan = list[list[int]]
-Load = Callable[[Sequence[int]], float]  # of a micro-batch of these samples, in rows or in cost
+# What each sample adds to a micro-batch: by itself, and beside another one of its group, whose prompt it shares.
+Added = tuple[list[float], list[float]]
 
 
 def plan_micro_batches(
@@ -88,6 +89,18 @@ class _Task:
                 rows += self.sizes.grown(sample)
         return units
 
+    @cached_property
+    def added_rows(self) -> Added:
+        return self._added(self.rows)
+
+    @cached_property
+    def added_cost(self) -> Added:
+        return self._added(self.cost)
+
+    def _added(self, load: Callable[[Sequence[int]], float]) -> Added:
+        alone = [load([sample]) for sample in range(len(self.sizes))]
+        return alone, [load([sample, sample]) - alone[sample] for sample in range(len(self.sizes))]
+
     def split(self, number: int) -> Plan | None:
         """`number` micro-batches within the budget, by the evenest of several ways that keeps to it; None: by none."""
         for plan in self._ways(number) if number else []:
@@ -143,7 +156,9 @@ def _shift_samples(plan: Plan, task: _Task) -> None:
         if not overfull and max(costs) <= EVEN_ENOUGH * sum(costs) / len(costs):
             return
         source, target = loads.index(max(loads)), loads.index(min(loads))
-        sample = _best_move(plan[source], plan[target], task.rows if overfull else task.cost, task)
+        added = task.added_rows if overfull else task.added_cost
+        room = task.budget - rows[target]
+        sample = _best_move(plan[source], plan[target], loads[source], loads[target], added, room, task)
         if sample is None:
             return
         plan[source].remove(sample)
@@ -152,22 +167,20 @@ def _shift_samples(plan: Plan, task: _Task) -> None:
             rows[place], costs[place] = task.rows(plan[place]), task.cost(plan[place])
 
 
-def _best_move(source: list[int], target: list[int], load: Load, task: _Task) -> int | None:
-    """The sample of `source` after whose move the larger of both loads is least, if less than at present."""
+def _best_move(
+    source: list[int], target: list[int], present: float, other: float, added: Added, room: float, task: _Task
+) -> int | None:
+    """The sample of `source` after whose move the larger of both loads is least, if less than the `present` one.
+
+    `other` is the load of `target`, which has `room` for so many rows.
+    """
     group_of = task.sizes.groups
     here, there = Counter(group_of[sample] for sample in source), {group_of[sample] for sample in target}
-    present, other, room = load(source), load(target), task.budget - task.rows(target)
     best, least = None, present
     for sample in source:
         group = group_of[sample]
-        leaves, joins = _added(sample, load, here[group] > 1), _added(sample, load, group in there)
-        larger = max(present - leaves, other + joins)
-        if larger < least and _added(sample, task.rows, group in there) <= room:
+        joins = group in there
+        larger = max(present - added[here[group] > 1][sample], other + added[joins][sample])
+        if larger < least and task.added_rows[joins][sample] <= room:
             best, least = sample, larger
     return best
-
-
-def _added(sample: int, load: Load, prompt_is_there: bool) -> float:
-    """What a sample adds to a micro-batch; as a second one of its group not the prompt."""
-    alone = load([sample])
-    return load([sample, sample]) - alone if prompt_is_there else alone

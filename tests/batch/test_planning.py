@@ -47,7 +47,7 @@ def test_the_last_token_is_counted_where_it_is_a_row() -> None:
 
 
 def test_planning_thousands_of_samples_takes_no_time_to_speak_of() -> None:
-    """2,048 responses of 1,500 tokens to shared prompts, in a hundred micro-batches: 0.6 s of one core."""
+    """2,048 responses of 1,500 tokens to shared prompts, in a hundred micro-batches: half a second of one core."""
     random = torch.Generator().manual_seed(0)
     lengths = torch.randn(2048, generator=random).mul(0.8).add(7).exp().clamp(1, 8000).int().tolist()
     sizes = Sizes([200] * 2048, lengths, [sample // 16 for sample in range(2048)])
