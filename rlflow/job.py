@@ -25,7 +25,7 @@ from rlflow.batch.sample import Prompt
 from rlflow.checkpoint import Checkpoints, State
 from rlflow.config import Config, dump
 from rlflow.config.ranks import rank_list
-from rlflow.config.roles import role_path, role_sections
+from rlflow.config.roles import changing_roles, role_path, role_sections
 from rlflow.config.schema import Algorithm
 from rlflow.config.summary import replica_words, role_words
 from rlflow.data.encode import Encoder, load_tokenizer
@@ -108,14 +108,14 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
     loader, held_out_set = start_data(config, tokenizer)
     scorer = Scorer(config.rewards)
     checkpoints = Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep)
-    checkpoint = checkpoints.find(config.trainer.resume)
+    checkpoint = checkpoints.find(config.trainer.resume, changing_roles(config))
+    steps = run_length(config, loader.steps_per_epoch)
     look_at_weights(config)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
     rollout = start_rollout(
         config, architecture, tokenizer, placement.rollout.ranks, with_routing=config.actor.router_replay
     )
-    steps = config.trainer.steps or config.trainer.epochs * loader.steps_per_epoch
     run = online.Run(
         config=config,
         steps=steps,
@@ -134,6 +134,16 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
         resume(run, checkpoint)
     report_first_sync(online.hand_over(run))
     return run
+
+
+def run_length(config: Config, steps_per_epoch: int) -> int:
+    """Steps of the whole run. Raises UserError where they would end before every trained role has learned."""
+    steps = config.trainer.steps or config.trainer.epochs * steps_per_epoch
+    if config.algorithm.advantage == "gae" and config.critic.warmup_steps >= steps:
+        raise UserError(
+            "critic.warmup_steps", f"{config.critic.warmup_steps} of {steps} steps leave the actor none to learn in"
+        )
+    return steps
 
 
 def start(config: Config) -> None:

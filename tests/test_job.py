@@ -8,6 +8,7 @@ import pytest
 
 from rlflow import job
 from rlflow.config import Config, Model, RewardModel
+from rlflow.config.schema import Algorithm, Critic, Trainer
 from rlflow.errors import UserError
 
 
@@ -19,3 +20,14 @@ def test_weight_files_of_every_role_are_looked_at_first(tmp_path: Path, tiny_mod
     with pytest.raises(UserError) as raised:
         job.look_at_weights(config)
     assert str(score) in str(raised.value)
+
+
+def test_a_run_must_outlast_the_critic_s_warm_up() -> None:
+    """Two epochs of three steps are known only when the data are read."""
+    trainer, algorithm = Trainer(epochs=2), Algorithm(advantage="gae")
+    long, short = (
+        Config(Model(""), trainer=trainer, algorithm=algorithm, critic=Critic(warmup_steps=n)) for n in (6, 5)
+    )
+    assert job.run_length(short, steps_per_epoch=3) == 6
+    with pytest.raises(UserError, match="6 of 6 steps leave the actor none"):
+        job.run_length(long, steps_per_epoch=3)

@@ -3,8 +3,9 @@
 One rank makes and publishes the folder while the others wait, so that a checkpoint has exactly one writer of its name.
 """
 
+import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rlflow.errors import UserError
 from rlflow.parallel.sub_world import agree_on_group_names
 from rlflow.roles.engine import Engine
 
+log = logging.getLogger(__name__)
 STATE, RNG = "trainer.pt", "rng_{rank}.pt"
 
 
@@ -64,8 +66,23 @@ class Checkpoints:
         dist.barrier()
         return partial.with_suffix("")
 
-    def find(self, resume: str) -> Path | None:
-        """The folder that `trainer.resume` means: `auto` the newest complete one, `never` none, else a folder."""
+    def find(self, resume: str, roles: Sequence[str] = ()) -> Path | None:
+        """The folder that `trainer.resume` means: `auto` the newest complete one, `never` none, else a folder.
+
+        Raises UserError where it has nothing of one of `roles`, which the run trains; warns of roles that the run
+        would start anew although the folder has them.
+        """
+        folder = self._find(resume)
+        if folder is not None and (missing := [name for name in roles if not (folder / name).is_dir()]):
+            lacks = f"{folder} holds no {' and no '.join(missing)}"
+            raise UserError("trainer.resume", f"{lacks}: a run without wrote it, from which this one cannot go on")
+        if folder is not None and roles:
+            kept = [path.name for path in folder.iterdir() if path.is_dir() and path.name not in roles]
+            for name in sorted(kept):
+                log.warning("the %s in %s is not taken: this run does not change it, or has none", name, folder.name)
+        return folder
+
+    def _find(self, resume: str) -> Path | None:
         if resume == "never":
             return None
         if resume != "auto":
@@ -78,13 +95,7 @@ class Checkpoints:
         return None if found[0] is None else folders.folder_of(self.root, found[0])
 
     def load(self, engines: Mapping[str, Engine], folder: Path) -> State:
-        """Restore the engines and this rank's RNGs; a rank that the writing job did not have keeps its fresh ones.
-
-        Raises UserError where the folder has nothing of an engine: it is another kind of run's.
-        """
-        if missing := [name for name in engines if not (folder / name).is_dir()]:
-            lacks = f"{folder} holds no {' and no '.join(missing)}"
-            raise UserError("trainer.resume", f"{lacks}: a run without wrote it, from which this one cannot go on")
+        """Restore the engines and this rank's RNGs; a rank that the writing job did not have keeps its fresh ones."""
         state = State(**torch.load(folder / STATE, weights_only=True))
         for name, engine in engines.items():
             if engine.grid.is_member:

@@ -24,6 +24,12 @@ def role_sections(config: Config) -> dict[str, Role]:
     return {name: getattr(config, name) for name, needed in exists.items() if needed}
 
 
+def changing_roles(config: Config) -> list[str]:
+    """The roles whose models a run changes, which is what a checkpoint must hold."""
+    follows = config.reference.update_every > 0
+    return [name for name in role_sections(config) if name in ("actor", "critic") or (name == "reference" and follows)]
+
+
 def role_path(config: Config, name: str) -> str:
     """The folder of a role's weights."""
     return (None if name == "actor" else getattr(config, name).path) or config.model.path

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -295,11 +295,9 @@ class Engine:
         load_weights(folder, self.layout, self.parameters_by_name(), rank=self.grid.rank)
         self._take_over()
 
-    def load_language_model(self, folder: str | Path, *, head: str, seed: int) -> None:
+    def load_language_model(self, folder: str | Path, *, head: Literal["zero", "random"], seed: int) -> None:
         """Fill a value model with the weights of a language model and a new head: "zero", or "random" from `seed`."""
-        load_language_model(
-            folder, self.layout, self.parameters_by_name(), rank=self.grid.rank, head=head, seed=seed,  # type: ignore[arg-type]
-        )  # fmt: skip
+        load_language_model(folder, self.layout, self.parameters_by_name(), rank=self.grid.rank, head=head, seed=seed)
         self._take_over()
 
     def _take_over(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from rlflow.algorithms import PolicyObjective, ValueObjective
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.checkpoint import Checkpoints, State
+from rlflow.config.roles import changing_roles
 from rlflow.config.schema import Config
 from rlflow.data.loader import Loader
 from rlflow.rewards.scorer import Scorer
@@ -54,8 +55,8 @@ class Run:
 
     def changing(self) -> dict[str, Engine]:
         """The engines that the run changes and a checkpoint must hold, by their role's name."""
-        frozen = {"reward_model"} | (set() if self.config.reference.update_every else {"reference"})
-        return {name: engine for name, engine in self.roles.by_name().items() if name not in frozen}
+        engines = self.roles.by_name()
+        return {name: engines[name] for name in changing_roles(self.config)}
 
 
 def train(run: Run) -> None:
@@ -82,7 +83,7 @@ def train(run: Run) -> None:
             experience = collect(samples, prompts, roles.by_name(), mini_batches=config.algorithm.mini_batches)
             state.lengths = learn_lengths(state.lengths, prompts, experience.known)
         with track.phase("predict"):
-            passes.predict(experience, samples)
+            passes.predict(experience, samples, state.step)
         with track.phase("advantages"):
             metrics = sample_metrics(samples, "train") | sum_over_ranks(counts)
             metrics |= workload_metrics(experience, roles.actor, run.rollout, prompts, expected, config.rollout)

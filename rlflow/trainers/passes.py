@@ -44,7 +44,7 @@ class Passes:
     tracker: Tracker
     steps: int
 
-    def predict(self, experience: Experience, samples: Sequence[Sample]) -> None:
+    def predict(self, experience: Experience, samples: Sequence[Sample], step: int) -> None:
         """What models say of the samples before they learn from them, each on its own ranks; then to who needs it.
 
         The reward model's scores go into the rewards, also into those of `samples`, which this rank holds.
@@ -62,7 +62,7 @@ class Passes:
             with self.tracker.phase("predict/critic"):
                 batch = batches["critic"]
                 batch.tokens["old_values"], batch.samples["last_values"] = roles.critic.values(batch)
-        if self._needs_old_log_probs():
+        if self._needs_old_log_probs(step):
             with self.tracker.phase("predict/actor"):
                 batch = batches["actor"]
                 batch.tokens["old_log_probs"] = roles.actor.log_probs(batch, temperature)
@@ -73,11 +73,16 @@ class Passes:
         if roles.critic is not None:
             experience.move("critic", "actor", tokens=["old_values"], samples=["last_values"])
 
-    def _needs_old_log_probs(self) -> bool:
+    def _needs_old_log_probs(self, step: int) -> bool:
         """With one optimizer step per rollout they are those of the update itself, and no pass is needed."""
         algorithm = self.config.algorithm
         several = algorithm.epochs * algorithm.mini_batches > 1
-        return several or (self.roles.reference is not None and algorithm.kl_in == "reward")
+        penalized = self.roles.reference is not None and algorithm.kl_in == "reward"
+        return (several and self._actor_learns(step)) or penalized
+
+    def _actor_learns(self, step: int) -> bool:
+        """Whether step number `step` (from 0) is behind the warm-up of the critic."""
+        return self.roles.critic is None or step >= self.config.critic.warmup_steps
 
     def _add_to_rewards(self, scores: Tensor, experience: Experience, samples: Sequence[Sample]) -> None:
         share, known, weight = experience.shares["reward_model"], experience.known, self.config.reward_model.weight
@@ -101,7 +106,7 @@ class Passes:
             with self.tracker.phase("update/critic"), roles.critic.residency.using(**EVERYTHING):
                 for batch in self._mini_batches("critic", experience):
                     yield OptimizerStep("critic", batch, {"objective": self.value_objective, "lr": lr})
-        if roles.critic is None or state.step >= self.config.critic.warmup_steps:
+        if self._actor_learns(state.step):
             objective = self.objective.with_kl_coef(state.kl_coef)
             how = {
                 "objective": objective,

@@ -167,19 +167,37 @@ def _train_roles(models: tuple[Path, Path], grids: Any, root: Path, resume: bool
 def test_a_run_with_a_critic_does_not_go_on_from_one_without(world: World, tiny_model: Any, tmp_path: Path) -> None:
     model = tiny_model("qwen2")
     world(1, _train_and_save, model, {}, tmp_path, torch.float32)
-    world(1, _load_with_critic, model, tmp_path)
+    world(1, _find_with_critic, tmp_path)
 
 
-def _load_with_critic(model: Path, root: Path) -> None:
+def _find_with_critic(root: Path) -> None:
     from rlflow.checkpoint import Checkpoints
     from rlflow.errors import UserError
 
-    engines = {name: _engine(model, {}, torch.float32) for name in ("actor", "critic")}
-    checkpoints = Checkpoints(root, keep=2)
-    folder = checkpoints.find("auto")
-    assert folder is not None
     with pytest.raises(UserError, match="step_000002 holds no critic: a run without wrote it"):
-        checkpoints.load(engines, folder)
+        Checkpoints(root, keep=2).find("auto", ["actor", "critic"])
+
+
+def test_what_a_checkpoint_has_and_a_run_does_not_take_is_told(world: World, tiny_model: Any, tmp_path: Path) -> None:
+    world(1, _train_and_save, tiny_model("qwen2"), {}, tmp_path, torch.float32)
+    (tmp_path / "step_000002" / "reference").mkdir()
+    (told,) = world(1, _warnings_of_finding, tmp_path)
+    assert told == ["the reference in step_000002 is not taken: this run does not change it, or has none"]
+
+
+def _warnings_of_finding(root: Path) -> list[str]:
+    import logging
+
+    from rlflow.checkpoint import Checkpoints
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rlflow.checkpoint.store")
+    logger.addHandler(handler)
+    Checkpoints(root, keep=2).find("auto", ["actor"])
+    logger.removeHandler(handler)
+    return told
 
 
 def test_a_frozen_engine_is_saved_without_an_optimizer(world: World, tiny_model: Any, tmp_path: Path) -> None:

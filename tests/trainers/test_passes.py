@@ -72,7 +72,7 @@ def one_step(warmup: int) -> tuple[dict[str, float], dict[str, int], list[float]
     passes = Passes(config, roles, PolicyObjective(), ValueObjective(), StepClock(), steps=2)  # type: ignore[arg-type]
     state = State()
     experience = collect(held, PROMPTS, roles.by_name(), mini_batches=2)
-    passes.predict(experience, held)
+    passes.predict(experience, held, state.step)
     add_advantages(experience, algorithm, actor.grid)
     updates: dict[str, Any] = {}
     for role, batch, how in passes.optimizer_steps(experience, state):
