@@ -109,6 +109,8 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
     scorer = Scorer(config.rewards)
     checkpoints = Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep)
     checkpoint = checkpoints.find(config.trainer.resume, changing_roles(config))
+    if checkpoint is not None and (position := checkpoints.state(checkpoint).loader) is not None:
+        loader.load_state(position)
     steps = run_length(config, loader.steps_per_epoch)
     look_at_weights(config)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
@@ -269,8 +271,6 @@ def resume(run: online.Run, folder: Path) -> None:
     """Go on from a complete checkpoint."""
     run.state = run.checkpoints.load(run.changing(), folder)
     run.state.kl_coef = resumed_kl_coef(run.config.algorithm, run.state.kl_coef)
-    if run.state.loader is not None:
-        run.loader.load_state(run.state.loader)
     log.info("going on from %s at step %d", folder, run.state.step)
     if run.state.step >= run.steps:
         log.info("nothing is left to train: a larger trainer.steps goes on, another trainer.output_dir starts anew")

@@ -94,9 +94,13 @@ class Checkpoints:
         dist.broadcast_object_list(found, src=0)
         return None if found[0] is None else folders.folder_of(self.root, found[0])
 
+    def state(self, folder: Path) -> State:
+        """What a checkpoint says of the run besides its models and RNGs."""
+        return State(**torch.load(folder / STATE, weights_only=True))
+
     def load(self, engines: Mapping[str, Engine], folder: Path) -> State:
         """Restore the engines and this rank's RNGs; a rank that the writing job did not have keeps its fresh ones."""
-        state = State(**torch.load(folder / STATE, weights_only=True))
+        state = self.state(folder)
         for name, engine in engines.items():
             if engine.grid.is_member:
                 weights.load(engine, folder / name, state.updates.get(name, 0))

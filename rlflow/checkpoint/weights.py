@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import CheckpointException
 
+from rlflow.errors import UserError
 from rlflow.parallel import active
 from rlflow.parallel.sub_world import sub_world
 from rlflow.roles import hybrid
@@ -48,7 +51,12 @@ def _load(engine: Engine, folder: Path, updates: int) -> None:
         _prepare_state(training)
     shards = _shards(engine, is_loading=True)
     with sub_world(engine.grid.everyone):
-        state = dist_checkpointing.load(shards, str(folder))
+        try:
+            state = dist_checkpointing.load(shards, str(folder))
+        except (CheckpointingException, CheckpointException) as error:
+            reason = str(error).strip().splitlines()[-1]
+            message = f"{folder} does not fit the {folder.name} of this run: was it another model's? ({reason})"
+            raise UserError("trainer.resume", message) from error
     with active(engine.grid):
         for name, chunk in _chunks(engine).items():
             chunk.load_state_dict(state[name])

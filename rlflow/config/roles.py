@@ -50,7 +50,14 @@ def follow(tree: dict[str, Any]) -> dict[str, Any]:
     """The sections of a file with the actor's values where a follower does not give a shared key itself."""
     shared = {name: value for name, value in (_keys(tree, "actor") or {}).items() if name in SHARED}
     given = {name: keys for name in FOLLOWERS if (keys := _keys(tree, name)) is not None}
-    return {**tree, **{name: {**shared, **keys} for name, keys in given.items()}} if shared else tree
+    return {**tree, **{name: _followed(shared, keys) for name, keys in given.items()}} if shared else tree
+
+
+def _followed(shared: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """A follower's keys over the actor's, of which one that only serves tensor parallelism goes with it."""
+    if str(keys.get("tensor_parallel_size")) == "1":
+        shared = {name: value for name, value in shared.items() if name != "sequence_parallel"}
+    return {**shared, **keys}
 
 
 def without_idle_sections(config: Config, tree: dict[str, Any]) -> dict[str, Any]:

@@ -111,8 +111,10 @@ class Critic(Role):
         "Values that moved further than this from those before the step are clipped in the loss; null: none.", 0.5,
         above=0, known_as=("cliprange_value",),
     )  # fmt: skip
-    warmup_steps: int = key("First steps, in which only the critic learns.", 0, minimum=0,
-                            known_as=("critic_warmup",))  # fmt: skip
+    warmup_steps: int = key(
+        "First steps, in which only the critic learns; the actor's schedule begins behind them.", 0, minimum=0,
+        known_as=("critic_warmup",),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

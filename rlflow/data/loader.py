@@ -12,6 +12,13 @@ from rlflow.batch.sample import Prompt
 from rlflow.data.prompts import PromptSet
 from rlflow.errors import UserError
 
+NAMES = {
+    "prompts": "{} prompts in data.train, this run has {}",
+    "seed": "another trainer.seed",
+    "shuffle": "data.shuffle {}, this run has {}",
+}
+"""What a run that goes on must have as the run had it."""
+
 
 class Loader:
     """Endless batches of `batch_size` different prompts; the rest of an epoch that fills no batch is left out."""
@@ -53,7 +60,7 @@ class Loader:
         for key, value in self._identity().items():
             if state[key] != value:
                 raise UserError(
-                    "trainer.resume", f"the checkpoint was written with {key} = {state[key]}, this run has {value}"
+                    "trainer.resume", f"the checkpoint was written with {NAMES[key].format(state[key], value)}"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._permutation()

@@ -69,14 +69,15 @@ class Tracker:
         """Stop the step's clock and record the step. Collective over the job.
 
         Adds `time/…`, `memory/…`, `perf/response_tokens` and `perf/tokens_per_second`: response tokens over the whole
-        step's time.
+        step's time. Memory, and the time of parts of phases, are those of the rank that took most.
         """
         times = self._clock.end()
-        memory = max_over_ranks(self._memory.take())
+        parts = {name: seconds for name, seconds in times.items() if name.count("/") > 1}
+        most = max_over_ranks(self._memory.take() | parts)
         self._recent.append(times["time/step"])
         if not self._is_main:
             return
-        metrics = {**metrics, **times, **memory, **self._speed(metrics, times["time/step"])}
+        metrics = {**metrics, **times, **most, **self._speed(metrics, times["time/step"])}
         left = (self._total - step) * sum(self._recent) / len(self._recent)
         self._record(step, metrics, left)
         if samples:

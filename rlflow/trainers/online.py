@@ -122,7 +122,7 @@ def finish_step(run: Run, samples: list[Sample], metrics: dict[str, float]) -> N
     """Evaluate and save where it is time, then record the step."""
     state, every = run.state, run.config.evaluation.every
     if "train/reward" not in metrics:
-        log.warning("step %d: no sample could be scored, so nothing was learnt from it", state.step)
+        log.info("step %d: no sample could be scored, so nothing was learnt from it", state.step)  # on one rank
     last = state.step == run.steps
     if last or (every and state.step % every == 0):
         metrics = metrics | evaluate(run)

@@ -97,12 +97,15 @@ class Passes:
     def optimizer_steps(self, experience: Experience, state: State) -> Iterator[OptimizerStep]:
         """The critic's and the actor's optimizer steps, to be taken as they come; on disjoint ranks at the same time.
 
-        While only the critic learns there are none of the actor's. All ranks get all steps, with samples or without.
+        While only the critic learns there are none of the actor's, and none at all where no sample could be scored:
+        momentum would move the weights all the same. All ranks get all steps, with samples or without.
         """
         roles = self.roles
+        if experience.known.samples["rewards"].isnan().all():
+            return
         if roles.critic is not None:
             experience.move("actor", "critic", tokens=["mask", "returns"])
-            lr = learning_rate(self.config.critic_optimizer, state.step, self.steps)
+            lr = self._rate("critic", state.step)
             with self.tracker.phase("update/critic"), roles.critic.residency.using(**EVERYTHING):
                 for batch in self._mini_batches("critic", experience):
                     yield OptimizerStep("critic", batch, {"objective": self.value_objective, "lr": lr})
@@ -110,7 +113,7 @@ class Passes:
             objective = self.objective.with_kl_coef(state.kl_coef)
             how = {
                 "objective": objective,
-                "lr": learning_rate(self.config.optimizer, state.step, self.steps),
+                "lr": self._rate("actor", state.step),
                 "temperature": self.config.rollout.temperature,
                 "with_entropy": self.config.algorithm.entropy_coef > 0,
             }
@@ -120,6 +123,13 @@ class Passes:
                 skips = self.config.algorithm.skip_zero_advantage and not self.config.actor.moe_aux_loss_coef
                 for batch in self._mini_batches("actor", experience):
                     yield OptimizerStep("actor", without_zero_gradient(batch, objective) if skips else batch, how)
+
+    def _rate(self, role: str, step: int) -> float:
+        """The learning rate in step number `step`; the actor's schedule begins when the critic's warm-up is over."""
+        if role == "critic":
+            return learning_rate(self.config.critic_optimizer, step, self.steps)
+        idle = 0 if self.roles.critic is None else self.config.critic.warmup_steps
+        return learning_rate(self.config.optimizer, step - idle, self.steps - idle)
 
     def _mini_batches(self, role: str, experience: Experience) -> Iterator[Batch]:
         algorithm, grid = self.config.algorithm, self.roles.by_name()[role].grid
@@ -140,11 +150,10 @@ class Passes:
         Counts them in `state`, which is that before the step.
         """
         metrics: dict[str, float] = {} if self.roles.reference is None else {"actor/kl_coef": state.kl_coef}
-        settings = {"actor": self.config.optimizer, "critic": self.config.critic_optimizer}
         for role, steps in updates.items():
             state.updates[role] = state.updates.get(role, 0) + len(steps)
             metrics |= update_metrics(self.roles.by_name()[role].tell(steps), role)
-            metrics[f"{role}/lr"] = learning_rate(settings[role], state.step, self.steps)
+            metrics[f"{role}/lr"] = self._rate(role, state.step)
         return metrics
 
 

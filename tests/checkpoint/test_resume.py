@@ -178,6 +178,21 @@ def _find_with_critic(root: Path) -> None:
         Checkpoints(root, keep=2).find("auto", ["actor", "critic"])
 
 
+def test_weights_of_another_model_are_refused(world: World, tiny_model: Any, tmp_path: Path) -> None:
+    world(1, _train_and_save, tiny_model("llama"), {}, tmp_path, torch.float32)
+    (message,) = world(1, _load_into, tiny_model("qwen2"), tmp_path)  # which has biases
+    assert "step_000002/actor does not fit the actor of this run: was it another model's?" in message
+
+
+def _load_into(model: Path, root: Path) -> str:
+    from rlflow.checkpoint import Checkpoints
+    from rlflow.errors import UserError
+
+    with pytest.raises(UserError) as raised:
+        Checkpoints(root, keep=2).load({"actor": _engine(model, {}, torch.float32)}, root / "step_000002")
+    return str(raised.value)
+
+
 def test_what_a_checkpoint_has_and_a_run_does_not_take_is_told(world: World, tiny_model: Any, tmp_path: Path) -> None:
     world(1, _train_and_save, tiny_model("qwen2"), {}, tmp_path, torch.float32)
     (tmp_path / "step_000002" / "reference").mkdir()

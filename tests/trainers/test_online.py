@@ -66,6 +66,7 @@ def test_a_step_in_which_nothing_could_be_scored_is_told(caplog: pytest.LogCaptu
     config = SimpleNamespace(evaluation=SimpleNamespace(every=0), trainer=SimpleNamespace(save_every=0))
     tracker = SimpleNamespace(end=lambda *_: None)
     run: Any = SimpleNamespace(state=SimpleNamespace(step=3), steps=9, config=config, tracker=tracker)
+    caplog.set_level("INFO", "rlflow")
     finish_step(run, [], {"train/reward": 0.0})
     assert not caplog.text
     finish_step(run, [], {})

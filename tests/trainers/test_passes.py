@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlflow.algorithms import PolicyObjective, ValueObjective
 from rlflow.batch import Prompt, Sample
 from rlflow.checkpoint import State
-from rlflow.config.schema import Algorithm, Config, Critic, Model
+from rlflow.config.schema import Algorithm, Config, Critic, Model, Optimizer
 from rlflow.parallel import Grid
 from rlflow.roles import Roles, Values
 from rlflow.tracking.clock import StepClock
@@ -108,6 +108,23 @@ def test_only_the_critic_learns_in_its_warm_up(world: Any) -> None:
     metrics, updates = world(2, while_the_critic_warms_up)[0]
     assert updates == {"critic": 2}
     assert not [name for name in metrics if name.startswith("actor/")]
+
+
+def passes_of(config: Config) -> Passes:
+    engine: Any = SimpleNamespace(tell=lambda steps: steps)
+    return Passes(config, Roles(engine, engine), PolicyObjective(), ValueObjective(), StepClock(), steps=4)  # type: ignore[arg-type]
+
+
+def test_the_actor_s_schedule_begins_behind_the_critic_s_warm_up() -> None:
+    """Linear warm-up over one step: half the rate in the actor's first step, which is number 1, then all of it."""
+    config = Config(Model(""), critic=Critic(warmup_steps=1), optimizer=Optimizer(lr=1e-6, warmup_steps=1))
+    rates = [passes_of(config).report({"actor": []}, State(step=step))["actor/lr"] for step in (1, 2)]
+    assert rates == pytest.approx([5e-7, 1e-6])
+
+
+def test_nothing_is_learned_where_no_sample_could_be_scored() -> None:
+    nothing: Any = SimpleNamespace(known=SimpleNamespace(samples={"rewards": torch.full((3,), torch.nan)}))
+    assert list(passes_of(Config(Model(""))).optimizer_steps(nothing, State())) == []
 
 
 def test_metrics_of_several_updates() -> None:
