@@ -13,6 +13,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import EnumMeta
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -111,12 +112,19 @@ class _Inert:
         pass
 
 
+def _member(kind: object, name: str) -> object:
+    """What Python 3.11 before 3.11.4 pickles an enumeration's member as: `getattr` of it, and here of nothing else."""
+    return kind[name] if isinstance(kind, EnumMeta) else _Inert()
+
+
 class _MetadataReader(pickle.Unpickler):
     """Reads metadata with torch's own classes for it; everything else becomes `_Inert`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in DESCRIBING:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         return _Inert

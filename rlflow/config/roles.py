@@ -30,6 +30,15 @@ def changing_roles(config: Config) -> list[str]:
     return [name for name in role_sections(config) if name in ("actor", "critic") or (name == "reference" and follows)]
 
 
+def needs_old_log_probs(config: Config) -> bool:
+    """Whether the actor's log-probs must be known before it learns: several optimizer steps, or KL in the reward.
+
+    With one optimizer step per rollout they are those of the update itself, and no pass is needed.
+    """
+    algorithm = config.algorithm
+    return algorithm.epochs * algorithm.mini_batches > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
+
+
 def role_path(config: Config, name: str) -> str:
     """The folder of a role's weights."""
     return (None if name == "actor" else getattr(config, name).path) or config.model.path

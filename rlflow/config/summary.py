@@ -5,7 +5,7 @@ from itertools import combinations
 
 from rlflow.config.nearest_grids import grid_words
 from rlflow.config.ranks import in_short, rank_list
-from rlflow.config.roles import role_path, role_sections
+from rlflow.config.roles import needs_old_log_probs, role_path, role_sections
 from rlflow.config.schema import Config, Ranks, Rollout
 
 PREDICT, UPDATE = ("reward_model", "reference", "critic", "actor"), ("critic", "actor")
@@ -52,7 +52,8 @@ def simultaneous_words(config: Config, world_size: int | None) -> str:
     roles = role_sections(config)
     ranks = {name: rank_list(role.ranks, world_size) for name, role in roles.items()}
     phases = []
-    for phase, order in (("predictions", PREDICT), ("updates", UPDATE)):
+    predicting = PREDICT if needs_old_log_probs(config) else PREDICT[:-1]
+    for phase, order in (("predictions", predicting), ("updates", UPDATE)):
         pairs = combinations([name for name in order if name in roles], 2)
         beside = [
             f"{one} ∥ {other}".replace("_", " ") for one, other in pairs if _are_disjoint(ranks[one], ranks[other])

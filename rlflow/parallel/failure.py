@@ -68,9 +68,17 @@ def _describe(error: BaseException, phase: str) -> str:
         return f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted in phase '{phase}'"
+    if _lost_a_peer(error):  # whose own message, or torchrun's, says why
+        return f"rank {rank} lost its connection to another rank in phase '{phase}': {str(error).splitlines()[0]}"
     trace = "".join(traceback.format_exception(error))
     failed = f"{trace}rank {rank} failed in phase '{phase}': {type(error).__name__}: {error}"
     return f"{failed}\n{_describe_memory(rank, phase)}" if _lacks_memory(error) else failed
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether gloo has found a peer's process gone."""
+    words = ("Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, RuntimeError) and "gloo" in str(error) and any(word in str(error) for word in words)
 
 
 def _lacks_memory(error: BaseException) -> bool:

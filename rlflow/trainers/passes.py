@@ -15,6 +15,7 @@ from torch import Tensor
 from rlflow.algorithms import PolicyObjective, ValueObjective, is_maximum, kl_controller, summarize
 from rlflow.batch import Batch, Sample, share_samples
 from rlflow.checkpoint import State
+from rlflow.config.roles import needs_old_log_probs
 from rlflow.config.schema import Algorithm, Config
 from rlflow.roles import Roles, learning_rate
 from rlflow.roles.reference import update as update_reference
@@ -62,7 +63,8 @@ class Passes:
             with self.tracker.phase("predict/critic"):
                 batch = batches["critic"]
                 batch.tokens["old_values"], batch.samples["last_values"] = roles.critic.values(batch)
-        if self._needs_old_log_probs(step):
+        penalized = roles.reference is not None and self.config.algorithm.kl_in == "reward"
+        if needs_old_log_probs(self.config) and (penalized or self._actor_learns(step)):
             with self.tracker.phase("predict/actor"):
                 batch = batches["actor"]
                 batch.tokens["old_log_probs"] = roles.actor.log_probs(batch, temperature)
@@ -72,13 +74,6 @@ class Passes:
             experience.move("reference", "actor", tokens=["ref_log_probs"])
         if roles.critic is not None:
             experience.move("critic", "actor", tokens=["old_values"], samples=["last_values"])
-
-    def _needs_old_log_probs(self, step: int) -> bool:
-        """With one optimizer step per rollout they are those of the update itself, and no pass is needed."""
-        algorithm = self.config.algorithm
-        several = algorithm.epochs * algorithm.mini_batches > 1
-        penalized = self.roles.reference is not None and algorithm.kl_in == "reward"
-        return (several and self._actor_learns(step)) or penalized
 
     def _actor_learns(self, step: int) -> bool:
         """Whether step number `step` (from 0) is behind the warm-up of the critic."""

@@ -1,5 +1,6 @@
 """Megatron's torch_dist checkpoints in and out: bitwise, complete, refused where they are broken."""
 
+import io
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from megatron_bridge.checkpoints import load_weights, open_weights
-from megatron_bridge.distcp import TRACKER, find_iteration, open_torch_dist, read_metadata
+from megatron_bridge.distcp import TRACKER, _MetadataReader, find_iteration, open_torch_dist, read_metadata
 from megatron_bridge.distcp_writer import ITERATION, write_torch_dist
 from megatron_bridge.errors import UserError
 from megatron_bridge.export import export_hf
@@ -203,6 +204,25 @@ def test_broken_files_are_named(written: Path) -> None:
     refused(written, "__0_0.distcp: missing: it holds a part of")
     (written / ITERATION / ".metadata").write_bytes(b"not a pickle")
     refused(written, ".metadata: broken or not of a torch_dist checkpoint")
+
+
+class NamedMember:
+    """Pickled as Python before 3.11.4 pickles a member of an enumeration: `getattr(the class, its name)`."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.call = (getattr, (kind, name))
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_members_of_enumerations_are_read_however_they_were_pickled() -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as ENCODING
+
+    member = NamedMember(ENCODING, "TORCH_CHANNELS_LAST")
+    assert _MetadataReader(io.BytesIO(pickle.dumps(member))).load() is ENCODING.TORCH_CHANNELS_LAST
+    other = _MetadataReader(io.BytesIO(pickle.dumps(NamedMember(dict, "fromkeys")))).load()
+    assert type(other).__name__ == "_Inert"
 
 
 @pytest.mark.parametrize("module", ["os", "torch.distributed.checkpoint.filesystem"])

@@ -25,10 +25,17 @@ def test_roles_on_ranks_of_their_own(tmp_path: Path) -> None:
         "critic    TP2 × PP1 × DP1 on ranks 4-5",
         "reference TP2 × PP1 × DP1 on ranks 6-7",
         "rollout   4 replicas of TP1 on ranks 0-3, 512 + 512 tokens",
-        "at once   predictions of reference ∥ critic, reference ∥ actor, critic ∥ actor; updates of critic ∥ actor",
+        "at once   predictions of reference ∥ critic; updates of critic ∥ actor",
         "step      8 prompts × 8 responses = 64 samples, 1 optimizer steps of 64 samples",
         f"run       gae, ppo, 10 steps, to {tmp_path}/run",
     ]
+
+
+def test_the_actor_predicts_where_its_log_probs_must_be_known_first(tmp_path: Path) -> None:
+    for override in ("algorithm.mini_batches=2", "algorithm.kl_in=reward"):
+        lines = summary(tmp_path, *DISJOINT, override, world_size=8)
+        predictions = "predictions of reference ∥ critic, reference ∥ actor, critic ∥ actor"
+        assert f"at once   {predictions}; updates of critic ∥ actor" in lines
 
 
 def test_one_role_on_all_ranks(tmp_path: Path) -> None:

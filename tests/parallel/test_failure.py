@@ -87,3 +87,12 @@ def test_lack_of_memory_names_rank_phase_peak_and_keys(
         assert f"rank 3 ran out of memory in phase '{phase}' (the process's peak " in text
         assert f"lower {keys}; or spread the model over more ranks" in text
     assert "memory" not in failure._describe(ValueError("disk full"), phase)
+
+
+def test_a_lost_peer_is_no_failure_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711\nmore")
+    assert failure._describe(lost, "exchange") == (
+        "rank 1 lost its connection to another rank in phase 'exchange': "
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+    )
