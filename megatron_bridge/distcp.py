@@ -108,8 +108,7 @@ class _Inert:
     def __init__(self, *arguments: object) -> None:
         pass
 
-    def __setstate__(self, state: object) -> None:
-        pass
+    __setstate__ = __init__
 
 
 def _member(kind: object, name: str) -> object:
@@ -125,9 +124,8 @@ class _MetadataReader(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return _Inert
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        return getattr(torch, name) if is_dtype else _Inert
 
 
 class Chunk(NamedTuple):

@@ -1,5 +1,6 @@
 """The job ends before a collective's timeout and says which rank kept the others, and where; long work is no fault."""
 
+import re
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,15 +11,16 @@ from tests.workers import World
 
 
 def test_a_rank_that_keeps_the_others_is_named_before_their_timeout(tmp_path: Path) -> None:
-    """cases.md G04: the timeout is 5 s, rank 1's rollout takes 8. gloo's own error, after 5 s, does not come."""
-    ended = run(2, fault_ranks.slow_generate, 5.0, 8.0, folder=tmp_path)
-    assert ended.codes == [1, 1]
-    warning, message = ended.errors.split("the job ends when it is 4 s\n")
-    assert warning.startswith("warning: rank 0 waited 3 s in phase 'exchange' for rank 1\n")
-    assert message.startswith("rank 0 waited 5 s in phase 'exchange' for rank 1\n")
-    assert message.count("rank 1 did not arrive: in phase 'generate' for ") == 1
-    assert "at tests.parallel.fault_ranks.slow_generate:" in message
-    assert "a larger trainer.timeout_seconds" in message
+    """cases.md G04, twice as long: the timeout is 10 s, rank 1's rollout takes 16. gloo's own error does not come."""
+    ended = run(2, fault_ranks.slow_generate, 10.0, 16.0, folder=tmp_path)
+    assert ended.codes == [1, 1], ended.errors
+    # Each may come from either rank, as both look at all.
+    assert re.search(r"^warning: rank 0 waited \d s in phase 'exchange' for rank 1$", ended.errors, re.MULTILINE)
+    assert "the job ends when it is 9 s\n" in ended.errors
+    assert re.search(r"^rank 0 waited (9|10) s in phase 'exchange' for rank 1$", ended.errors, re.MULTILINE)
+    assert ended.errors.count("rank 1 did not arrive: in phase 'generate' for ") == 2
+    assert "at tests.parallel.fault_ranks.slow_generate:" in ended.errors
+    assert "a larger trainer.timeout_seconds" in ended.errors
     assert "Traceback" not in ended.errors
 
 
@@ -30,7 +32,7 @@ def test_a_timeout_above_the_rollouts_time_is_enough(tmp_path: Path) -> None:  #
 def test_a_rank_that_hangs_within_a_phase_is_named(tmp_path: Path) -> None:
     ended = run(2, fault_ranks.hang_in_phase, 4.0, folder=tmp_path)
     assert ended.codes == [1, 1]
-    assert "rank 1 waited 4 s in phase 'update/critic' for rank 0" in ended.errors
+    assert re.search(r"rank 1 waited \d s in phase 'update/critic' for rank 0", ended.errors)
     assert "rank 0 did not arrive: in phase 'update/critic'" in ended.errors
     assert "at tests.parallel.fault_ranks.hang_in_phase:" in ended.errors
 
