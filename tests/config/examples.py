@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rlflow.config import assemble
+from rlflow.config.check import Purpose
 from rlflow.config.document import write
+from rlflow.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "tests/config/qwen2.5-7b"
@@ -34,3 +37,17 @@ def write_config(folder: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(write(tree(folder)))
     return path
+
+
+def faults(
+    folder: Path, *overrides: str, world_size: int | None = None, purpose: Purpose = "train", **sections: Any
+) -> list[str]:
+    """The faults of the example with `overrides`, and with the keys of `sections` set as in a file."""
+    config = tree(folder)
+    for name, keys in sections.items():
+        config[name] = {**config[name], **keys} if isinstance(keys, dict) else keys
+    try:
+        assemble(config, overrides, world_size=world_size, purpose=purpose)
+    except UserError as error:
+        return [line.strip() for line in error.message.splitlines()[1:]]
+    return []

@@ -8,24 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlflow.config import Algorithm, assemble
+from rlflow.config import Algorithm
 from rlflow.config.check import GROUP_ADVANTAGES, Purpose
-from rlflow.errors import UserError
-from tests.config.examples import QWEN, tree, write_data
-
-
-def faults(
-    folder: Path, *overrides: str, world_size: int | None = None, purpose: Purpose = "train", **sections: Any
-) -> list[str]:
-    """The faults of the example with `overrides`, and with the keys of `sections` set as in a file."""
-    config = tree(folder)
-    for name, keys in sections.items():
-        config[name] = {**config[name], **keys} if isinstance(keys, dict) else keys
-    try:
-        assemble(config, overrides, world_size=world_size, purpose=purpose)
-    except UserError as error:
-        return [line.strip() for line in error.message.splitlines()[1:]]
-    return []
+from tests.config.examples import QWEN, faults, write_data
 
 
 def test_the_example_is_good(tmp_path: Path) -> None:
@@ -240,25 +225,6 @@ def test_aggregation_length(tmp_path: Path) -> None:
     assert missing.startswith("algorithm.aggregation_length = null: ")
     assert missing.endswith("nearest: 512")
     assert faults(tmp_path, normed, "algorithm.aggregation_length=512") == []
-
-
-@pytest.mark.parametrize(
-    ("override", "decides", "default"),
-    [
-        ("algorithm.normalize_std=false", "algorithm.advantage=rloo", "true"),
-        ("algorithm.dual_clip=3", "algorithm.policy_loss=cispo", "null"),
-        ("algorithm.aggregation_length=9", "algorithm.aggregation=token-mean", "null"),
-        ("algorithm.importance_cap=3", "algorithm.importance_correction=null", "2.0"),
-        ("trainer.epochs=2", "trainer.steps=10", "1"),
-        ("rollout.stop_token_ids=[3]", "rollout.ignore_eos=true", "[]"),
-    ],
-)
-def test_keys_that_nothing_would_read(tmp_path: Path, override: str, decides: str, default: str) -> None:
-    """cases.md H08: what was set has its effect or is refused."""
-    (fault,) = faults(tmp_path, override, decides)
-    decider = decides.replace("=", " = ")
-    assert fault.endswith(f"is not read where {decider}; nearest: {default}")
-    assert fault.startswith(override.partition("=")[0])
 
 
 @pytest.mark.parametrize("truncation", ["rollout.top_p=0.9", "rollout.top_k=20"])

@@ -7,22 +7,13 @@ from typing import Any
 import pytest
 
 from megatron_bridge.families import load_architecture
-from rlflow.config import Role, assemble
+from rlflow.config import Role
 from rlflow.config.check_grid import SIZES
 from rlflow.config.nearest_grids import nearest_grids
-from rlflow.errors import UserError
-from tests.config.examples import QWEN, tree
+from tests.config.examples import QWEN, faults
 
 PPO, KL = "algorithm.advantage=gae", "algorithm.kl_coef=0.1"
 REINFORCE = "algorithm.policy_loss=reinforce"
-
-
-def faults(folder: Path, *overrides: str, world_size: int | None = None) -> list[str]:
-    try:
-        assemble(tree(folder), overrides, world_size=world_size)
-    except UserError as error:
-        return [line.strip() for line in error.message.splitlines()[1:]]
-    return []
 
 
 def model(folder: Path, name: str, **changes: Any) -> Path:
@@ -144,43 +135,6 @@ def test_suggested_grids_are_good_in_a_whole_configuration(tmp_path: Path, secti
         words = [f"{section}.{name}={value}" for name in SIZES if (value := getattr(found, name)) is not None]
         words.append(f"{section}.sequence_parallel={str(found.sequence_parallel).lower()}")
         assert faults(tmp_path, PPO, *words, world_size=8) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "others", "ending"),
-    [
-        ("algorithm.gamma=0.9", "", "algorithm.advantage = grpo; nearest: 1.0"),
-        ("algorithm.lam=0.9", "", "algorithm.advantage = grpo; nearest: 1.0"),
-        ("algorithm.bootstrap_truncated=true", "", "algorithm.advantage = grpo; nearest: false"),
-        ("algorithm.whiten_advantages=false", "", "algorithm.advantage = grpo; nearest: true"),
-        ("critic.value_clip=0.2", "", "algorithm.advantage = grpo; nearest: 0.5"),
-        ("critic.tensor_parallel_size=2", "", "algorithm.advantage = grpo; nearest: 1"),
-        ("critic.ranks=[0]", "actor.ranks=0-1", "algorithm.advantage = grpo; nearest: [0, 1]"),
-        ("critic_optimizer.lr=1e-6", "", "algorithm.advantage = grpo; nearest: 1.0e-05"),
-        ("critic_optimizer.min_lr=1e-6", PPO, "critic_optimizer.schedule = constant; nearest: 0.0"),
-        ("reference.update_every=5", "", "algorithm.kl_coef = 0.0; nearest: 0"),
-        ("reference.ema=0.9", KL, "reference.update_every = 0; nearest: null"),
-        ("reward_model.weight=2", "", "reward_model.path = null; nearest: 1.0"),
-        ("algorithm.clip_low=0.1", REINFORCE, "algorithm.policy_loss = reinforce; nearest: 0.2"),
-        ("algorithm.clip_high=0.3", REINFORCE, "algorithm.policy_loss = reinforce; nearest: 0.2"),
-        ("algorithm.kl_in=reward", "", "algorithm.kl_coef = 0.0; nearest: loss"),
-        ("algorithm.kl_estimator=k2", "", "algorithm.kl_coef = 0.0; nearest: k3"),
-        ("algorithm.kl_controller=adaptive", "", "algorithm.kl_coef = 0.0; nearest: fixed"),
-        ("algorithm.kl_target=0.2", KL, "algorithm.kl_controller = fixed; nearest: 0.1"),
-        ("algorithm.kl_horizon=20", KL, "algorithm.kl_controller = fixed; nearest: 10000"),
-        ("actor.moe_aux_loss=micro-batch", "", "actor.moe_aux_loss_coef = 0.0; nearest: global"),
-        ("evaluation.max_prompts=5", "data.evaluation=null", "data.evaluation = null; nearest: null"),
-        ("evaluation.temperature=1", "data.evaluation=null", "data.evaluation = null; nearest: 0.0"),
-        ("evaluation.at_start=false", "data.evaluation=null", "data.evaluation = null; nearest: true"),
-        ("trainer.keep=5", "", "trainer.save_every = 0; nearest: 2"),
-        ("tracking.samples_per_step=9", "tracking.tensorboard=false", "tracking.tensorboard = false; nearest: 4"),
-    ],
-)
-def test_keys_that_nothing_would_read(tmp_path: Path, override: str, others: str, ending: str) -> None:
-    """cases.md H08: what was set has its effect or is refused."""
-    (fault,) = faults(tmp_path, override, *others.split())
-    assert fault.startswith(override.partition("=")[0] + " = ")
-    assert fault.endswith(f"is not read where {ending}")
 
 
 def test_a_frozen_role_reads_nothing_about_training(tmp_path: Path) -> None:
