@@ -5,12 +5,11 @@ Each rank measures its own part; the few numbers that make a `Load` are brought 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.batch.planning import plan_micro_batches
-from rlflow.batch.sizes import Sizes
+from rlflow.batch.sizes import Sizes, whole_multiple
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def measure_load(
     plan = plan_micro_batches(
         padded, micro_batch_tokens, share_prompts=share_prompts, hidden=hidden, multiple_of=multiple_of
     )  # fmt: skip
-    empty = multiple if context == 1 else context * math.lcm(2, multiple)
+    empty = whole_multiple(multiple, context)
     return Load(
         costs=[padded.cost(members, share_prompts, hidden) for members in plan],
         rows=sum(sizes.rows(members, share_prompts) for members in plan),

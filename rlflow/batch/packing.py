@@ -7,7 +7,6 @@ and attend to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from rlflow.batch.batch import Batch
 from rlflow.batch.ragged import spans
+from rlflow.batch.sizes import whole_multiple
 from rlflow.batch.zigzag import Segment, context_rows
 
 
@@ -103,10 +103,9 @@ def pack(
     For `context` ranks each sequence is padded to a multiple of 2·context rows, and `multiple` holds for each rank's
     part. ValueError for prompts that would be shared then. `with_last` makes the last response token a row, too.
     """
-    if context > 1:
-        if share_prompts:
-            raise ValueError("prompts cannot be shared under context parallelism")
-        multiple = context * math.lcm(2, multiple)
+    if context > 1 and share_prompts:
+        raise ValueError("prompts cannot be shared under context parallelism")
+    multiple = whole_multiple(multiple, context)
     parts = [batch.prompts.values, batch.responses.values]
     pool = torch.cat([*parts, parts[0].new_zeros(1)])  # the last one, that is −1, is the token of padding
     layout = _Layout(batch, 2 * context if context > 1 else 1, with_last)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+
+def whole_multiple(multiple: int, context: int) -> int:
+    """What the rows of a micro-batch are padded to, where each of `context` ranks must get a multiple of `multiple`.
+
+    Each of several has two chunks of every sequence, so that its part is even.
+    """
+    return multiple if context == 1 else context * math.lcm(2, multiple)
 
 
 @dataclass(frozen=True)
