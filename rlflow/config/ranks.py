@@ -64,7 +64,7 @@ def expand(text: str, ranks_per_node: int | None) -> list[int]:
     return [node * ranks_per_node + place for node in numbers for place in range(ranks_per_node)]
 
 
-def in_short(ranks: Sequence[int]) -> str:
+def in_short(ranks: Sequence[int], separator: str = ",") -> str:
     """Ascending ranks as text that `expand` reads back, runs of them as ranges."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -72,7 +72,7 @@ def in_short(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _is_ascending(ranks: Sequence[int]) -> bool:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from rlflow.config.ranks import in_short
+
 SHOWN = 8  # ranks that did not arrive that are described one by one
 
 
@@ -101,11 +103,4 @@ def _describe_absent(sign: Sign, now: float, silence: float) -> str:
 
 def _name(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 4-7`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    words = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {in_short(ranks, ', ')}"
