@@ -121,9 +121,14 @@ class Architecture:
         return self.layer_kinds[layer].startswith("moe")
 
     @property
+    def expert_layers(self) -> list[int]:
+        """Numbers of the layers that have routed experts."""
+        return [layer for layer in range(self.layers) if self.has_experts(layer)]
+
+    @property
     def has_dense_layers(self) -> bool:
         """Whether some layer's feed-forward part is of the usual kind."""
-        return not all(map(self.has_experts, range(self.layers)))
+        return len(self.expert_layers) < self.layers
 
     def cached_numbers(self, tp: int) -> int:
         """Numbers that an engine's cache holds of a token in a layer, on each of `tp` ranks."""

@@ -344,8 +344,7 @@ def _learn(
 def _routing_shape(arch: Architecture) -> RoutingShape:
     """Of what batches bring along for the routers, where these take the rollout's choice."""
     assert arch.experts is not None, "there is no routing to replay in a model without experts"
-    layers = sum(arch.has_experts(layer) for layer in range(arch.layers))
-    return RoutingShape(layers, arch.experts.per_token, arch.experts.count)
+    return RoutingShape(len(arch.expert_layers), arch.experts.per_token, arch.experts.count)
 
 
 def _uses_transformer_engine(architecture: Architecture, grid: Grid, dtype: torch.dtype) -> bool:

@@ -20,11 +20,6 @@ OPTION = {"enable_return_routed_experts": True}
 """The argument of `LLM` on a GPU."""
 
 
-def expert_layers(architecture: Architecture) -> list[int]:
-    """Numbers of the layers that have routed experts."""
-    return [layer for layer in range(architecture.layers) if architecture.has_experts(layer)]
-
-
 def routing_of(completion: Any, tokens: int, layers: list[int]) -> torch.Tensor:
     """[tokens, len(layers), experts per token], uint8 or int16: where the first tokens of a response's sequence went.
 

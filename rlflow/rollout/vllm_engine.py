@@ -19,7 +19,6 @@ from rlflow.config.schema import Rollout
 from rlflow.parallel import device
 from rlflow.rollout import sampling
 from rlflow.rollout.engine import Lifecycle
-from rlflow.rollout.routing import expert_layers
 from rlflow.rollout.seeds import engine_seed, seeded_generators
 from rlflow.rollout.shares import split
 from rlflow.rollout.timing import Generation
@@ -67,7 +66,7 @@ class VLLMRollout:
         )  # fmt: skip
         self.replica = self.replicas.replica_of(self._rank)
         on_gpu = device().type == "cuda"
-        self._expert_layers = expert_layers(architecture) if with_routing else None
+        self._expert_layers = architecture.expert_layers if with_routing else None
         self._llm = None
         with vllm_world(self.replicas.ranks, timeout_seconds) as member:
             if member:
