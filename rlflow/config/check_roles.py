@@ -16,12 +16,11 @@ from rlflow.config.check_rollout import rank_faults
 from rlflow.config.faults import Fault
 from rlflow.config.nearest_grids import change_words, nearest_grids
 from rlflow.config.ranks import rank_list
-from rlflow.config.roles import FOLLOWERS, data_parallel_size, role_path, role_sections
+from rlflow.config.roles import FOLLOWERS, TRAINED, data_parallel_size, role_path, role_sections
 from rlflow.config.schema import Actor, Config, Critic, Role
 from rlflow.errors import UserError
 from rlflow.limits import model_limits
 
-TRAINED = ("actor", "critic")
 HEADS = {"actor": ("lm",), "critic": ("lm", "score"), "reference": ("lm",), "reward_model": ("score",)}
 SHAPE = (
     "family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm",

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlflow.config.schema import Config, Critic, CriticOptimizer, Reference, RewardModel, Role
 
+TRAINED = ("actor", "critic")
 FOLLOWERS = ("critic", "reference", "reward_model")
 """Sections whose shared keys take the actor's values where they are absent."""
 SHARED = tuple(item.name for item in fields(Role))
@@ -27,16 +28,18 @@ def role_sections(config: Config) -> dict[str, Role]:
 def changing_roles(config: Config) -> list[str]:
     """The roles whose models a run changes, which is what a checkpoint must hold."""
     follows = config.reference.update_every > 0
-    return [name for name in role_sections(config) if name in ("actor", "critic") or (name == "reference" and follows)]
+    return [name for name in role_sections(config) if name in TRAINED or (name == "reference" and follows)]
 
 
-def needs_old_log_probs(config: Config) -> bool:
-    """Whether the actor's log-probs must be known before it learns: several optimizer steps, or KL in the reward.
+def needs_old_log_probs(config: Config, *, learns: bool = True) -> bool:
+    """Whether a step asks for the actor's log-probs first: for several optimizer steps, or for KL in the reward.
 
-    With one optimizer step per rollout they are those of the update itself, and no pass is needed.
+    With one optimizer step per rollout they are those of the update itself, and no pass is needed. `learns`: whether
+    the actor has an update in the step.
     """
     algorithm = config.algorithm
-    return algorithm.epochs * algorithm.mini_batches > 1 or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
+    several = algorithm.epochs * algorithm.mini_batches > 1
+    return (learns and several) or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
 
 
 def role_path(config: Config, name: str) -> str:

@@ -63,8 +63,7 @@ class Passes:
             with self.tracker.phase("predict/critic"):
                 batch = batches["critic"]
                 batch.tokens["old_values"], batch.samples["last_values"] = roles.critic.values(batch)
-        penalized = roles.reference is not None and self.config.algorithm.kl_in == "reward"
-        if needs_old_log_probs(self.config) and (penalized or self._actor_learns(step)):
+        if needs_old_log_probs(self.config, learns=self._actor_learns(step)):
             with self.tracker.phase("predict/actor"):
                 batch = batches["actor"]
                 batch.tokens["old_log_probs"] = roles.actor.log_probs(batch, temperature)
