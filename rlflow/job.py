@@ -38,7 +38,6 @@ from rlflow.roles import build_roles
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.placement import choose
 from rlflow.rollout.vllm_engine import VLLMRollout
-from rlflow.rollout.world import rollout_ranks
 from rlflow.tracking import Tracker
 from rlflow.tracking.table import show
 from rlflow.trainers import held_out, online
@@ -208,7 +207,7 @@ def look_at_weights(config: Config) -> None:
 def place(config: Config, architecture: Architecture) -> Placement:
     """Which rank trains and which samples which slice: the same on every rank."""
     stages, world = split_layers(architecture, config.actor.pipeline_parallel_size), dist.get_world_size()
-    return choose(config, architecture, stages, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    return choose(config, architecture, stages, world, parallel.ranks_per_node())
 
 
 def start_rollout(
@@ -278,4 +277,4 @@ def resume(run: online.Run, folder: Path) -> None:
 
 def is_main(config: Config) -> bool:
     """Whether this rank shows and writes what the run has to say: the first that samples, so that it can show some."""
-    return dist.get_rank() == rollout_ranks(config.rollout.ranks, dist.get_world_size())[0]
+    return dist.get_rank() == rank_list(config.rollout.ranks, dist.get_world_size())[0]

@@ -14,12 +14,13 @@ with warnings.catch_warnings():
     from rlflow.parallel.context import active
     from rlflow.parallel.grid import Grid
 from rlflow.parallel.failure import reporting
-from rlflow.parallel.process import device, initialize, limit_threads, shutdown
+from rlflow.parallel.process import device, initialize, limit_threads, ranks_per_node, shutdown
 from rlflow.parallel.seeds import derive_seed
 from rlflow.parallel.watchdog import Watchdog
 
 known_warnings.silence()
 
 __all__ = [
-    "Grid", "Watchdog", "active", "derive_seed", "device", "initialize", "limit_threads", "reporting", "shutdown",
+    "Grid", "Watchdog", "active", "derive_seed", "device", "initialize", "limit_threads", "ranks_per_node",
+    "reporting", "shutdown",
 ]  # fmt: skip

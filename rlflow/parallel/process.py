@@ -54,6 +54,11 @@ def limit_threads() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
+def ranks_per_node() -> int:
+    """Ranks next to each other that share a machine; all of the job's where torchrun did not start them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def keep_freed_memory() -> None:
     """On a CPU, let malloc reuse large blocks: by default each is mapped anew and its pages are zeroed by the kernel.
 

@@ -6,7 +6,6 @@ brings what a rank's shard needs, unit by unit for an average, so that no rank e
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from megatron_bridge.execute import Transfer, connect
 from megatron_bridge.layouts.layout import Layout, canonical_units
 from megatron_bridge.layouts.loader import Portion
-from rlflow.parallel import device
+from rlflow.parallel import device, ranks_per_node
 from rlflow.roles.engine import Engine
 
 
@@ -69,5 +68,6 @@ def _connect(
     actor: Engine, sent: Layout, source: Mapping[str, Tensor], taken: Layout, target: Mapping[str, Tensor]
 ) -> Transfer:
     """The planner keeps the last plans, so that those of an update need not be made anew for the next one."""
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return connect(sent, source, taken, target, rank=dist.get_rank(), dtype=actor.dtype, ranks_per_node=ranks_per_node)
+    return connect(
+        sent, source, taken, target, rank=dist.get_rank(), dtype=actor.dtype, ranks_per_node=ranks_per_node()
+    )

@@ -10,9 +10,9 @@ from megatron_bridge import compat
 from megatron_bridge.families import Architecture
 from megatron_bridge.layouts import MegatronLayout, VLLMLayout
 from megatron_bridge.placement import Placement, align, natural
+from rlflow.config.ranks import rank_list
 from rlflow.config.roles import replica_size
 from rlflow.config.schema import Config
-from rlflow.rollout.world import rollout_ranks
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -30,7 +30,7 @@ def choose(
     first rank stays the first: it is the one that shows samples.
     """
     actor, rollout = config.actor, config.rollout
-    ranks = rollout_ranks(actor.ranks, world_size)
+    ranks = rank_list(actor.ranks, world_size)
     vpp, dp = actor.virtual_pipeline_parallel_size, len(ranks) // replica_size(actor)
     train = MegatronLayout(
         architecture, actor.tensor_parallel_size, actor.pipeline_parallel_size, dp, ranks, actor.order,
@@ -38,7 +38,7 @@ def choose(
         ep=actor.expert_parallel_size, etp=actor.expert_tensor_parallel_size,
     )  # fmt: skip
     engines = VLLMLayout(
-        architecture, rollout.tensor_parallel_size, rollout_ranks(rollout.ranks, world_size),
+        architecture, rollout.tensor_parallel_size, rank_list(rollout.ranks, world_size),
         rollout.pipeline_parallel_size, rollout.expert_parallel,
     )  # fmt: skip
     itemsize = ITEM_BYTES[rollout.dtype or config.model.dtype]

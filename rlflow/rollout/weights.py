@@ -6,7 +6,6 @@ is left to `engine.Lifecycle`.
 """
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from megatron_bridge.layouts import Layout, VLLMLayout
 from megatron_bridge.layouts.layout import FLOAT32_KINDS
 from megatron_bridge.layouts.loader import LoaderLayout, Portion, portions
 from megatron_bridge.proof import Proof, prove
-from rlflow.parallel import device
+from rlflow.parallel import device, ranks_per_node
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -54,7 +53,7 @@ class WeightReceiver:
     ) -> None:  # fmt: skip
         self._rank, self._llm, self._dtype, self._bucket_bytes = dist.get_rank(), llm, dtype, bucket_bytes
         self._checksum = checksum
-        self._ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self._ranks_per_node = ranks_per_node()
         self.layout, self._wanted = layout, LoaderLayout(layout)
         self._portions = portions(layout.arch, max(1, bucket_bytes // dtype.itemsize))
         self._tensors = bind(llm, layout, self._rank) if llm is not None and not quantized else {}

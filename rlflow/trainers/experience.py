@@ -6,7 +6,6 @@ Which ranks get which sample, its advantage and its weight in the loss are set h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +39,7 @@ from rlflow.batch import (
 from rlflow.batch.routing import add_routing, without_routing
 from rlflow.batch.sample import Prompt
 from rlflow.config.schema import Algorithm
-from rlflow.parallel import Grid, device
+from rlflow.parallel import Grid, device, ranks_per_node
 from rlflow.roles import Engine
 
 
@@ -92,9 +91,11 @@ def collect(
     if (routing := roles["actor"].routing) is not None:
         add_routing(local, samples, routing)
     local = local.to(device())
-    known = catalogue(local, ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+    known = catalogue(local, ranks_per_node=ranks_per_node())
     parts = _cut_by_group(known, len(prompts), mini_batches)
-    spread = {name: _spread(known.sizes(), parts, engine) for name, engine in roles.items()}
+    ways = {name: (role.grid.dp, role.architecture.hidden, role.share_prompts) for name, role in roles.items()}
+    spread_in = {way: _spread(known.sizes(), parts, *way) for way in dict.fromkeys(ways.values())}
+    spread = {name: spread_in[way] for name, way in ways.items()}
     placements = {name: _placement(steps, roles[name].grid) for name, steps in spread.items()}
     routed = {placements[name] for name, engine in roles.items() if engine.routing is not None}
     shares: dict[Placement, Share] = {}
@@ -112,14 +113,13 @@ def _cut_by_group(known: Catalogue, groups: int, parts: int) -> list[list[int]]:
     return [[number for number, part in enumerate(part_of) if part == wanted] for wanted in range(parts)]
 
 
-def _spread(sizes: Sizes, parts: Sequence[list[int]], engine: Engine) -> list[list[list[int]]]:
+def _spread(
+    sizes: Sizes, parts: Sequence[list[int]], replicas: int, hidden: int, share_prompts: bool
+) -> list[list[list[int]]]:
     """For each mini-batch the samples of each replica of a role."""
     spread = []
     for numbers in parts:
-        chosen = assign(
-            sizes.select(numbers), engine.grid.dp, hidden=engine.architecture.hidden,
-            share_prompts=engine.share_prompts,
-        )  # fmt: skip
+        chosen = assign(sizes.select(numbers), replicas, hidden=hidden, share_prompts=share_prompts)
         spread.append([[numbers[place] for place in replica] for replica in chosen])
     return spread
 
