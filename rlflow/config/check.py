@@ -115,6 +115,7 @@ def optimizer_faults(config: Config) -> Iterator[Fault]:
             rule = "the host updates float32 weights of a bfloat16 model; megatron-core cannot resume those of another"
             yield Fault(f"{section}.cpu_offload", optimizer.cpu_offload, rule, "0.0", ("model.dtype",))
     for section, warmup in warmups.items():
-        if steps is not None and warmup > steps:
-            rule = f"must be at most trainer.steps = {steps}"
-            yield Fault(f"{section}.warmup_steps", warmup, rule, str(steps), ("trainer.steps",))
+        most = None if steps is None else steps - (section == "critic")  # whose warm-up must leave the actor a step
+        if most is not None and warmup > most:
+            rule = f"must be {'at most' if most == steps else 'below'} trainer.steps = {steps}"
+            yield Fault(f"{section}.warmup_steps", warmup, rule, str(most), ("trainer.steps",))

@@ -80,7 +80,8 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
         (f"{PPO} actor.pipeline_parallel_size=4 critic.pipeline_parallel_size=1 trainer.prompts_per_step=9 rollout.n=2",
          "trainer.prompts_per_step = 9: 9 prompts × 2 responses = 18 samples do not divide over 1 mini-batches × 4 "
          "data-parallel ranks of the critic = 4; nearest: 8 or 10"),
-        (f"{PPO} critic.warmup_steps=11", "critic.warmup_steps = 11: must be at most trainer.steps = 10; nearest: 10"),
+        (f"{PPO} critic.warmup_steps=11", "critic.warmup_steps = 11: must be below trainer.steps = 10; nearest: 9"),
+        (f"{PPO} critic.warmup_steps=10", "critic.warmup_steps = 10: must be below trainer.steps = 10; nearest: 9"),
         (f"{PPO} critic_optimizer.schedule=linear critic_optimizer.min_lr=1",
          "critic_optimizer.min_lr = 1.0: must be at most critic_optimizer.lr = 1e-05; nearest: 1e-05"),
         (f"{KL} reference.ema=1", "reference.ema = 1.0: must be below 1"),
