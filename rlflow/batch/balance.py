@@ -68,7 +68,7 @@ def assign(sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool) -> lis
     least = float("inf")
     pieces = 1
     while pieces < 2 * largest and least > EVEN_ENOUGH * mean:
-        units = [unit for group in groups for unit in _cut(group, pieces)]
+        units = [group[a:b] for group in groups for a, b in even_runs(len(group), pieces)]
         parts = balance([sizes.cost(unit, True, hidden) for unit in units], ranks)
         plan = [sorted(sample for unit in part for sample in units[unit]) for part in parts]
         busiest = max(sizes.cost(members, True, hidden) for members in plan)
@@ -78,7 +78,7 @@ def assign(sizes: Sizes, ranks: int, *, hidden: int, share_prompts: bool) -> lis
     return best
 
 
-def _cut(members: list[int], pieces: int) -> list[list[int]]:
-    """Nearly equal runs of members, at most `pieces` and none empty."""
-    bounds = [len(members) * number // pieces for number in range(pieces + 1)]
-    return [members[a:b] for a, b in pairwise(bounds) if a < b]
+def even_runs(count: int, pieces: int) -> list[tuple[int, int]]:
+    """Bounds of nearly equal runs of `count` items, at most `pieces` and none empty."""
+    bounds = [count * number // pieces for number in range(pieces + 1)]
+    return [(a, b) for a, b in pairwise(bounds) if a < b]

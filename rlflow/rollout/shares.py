@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from rlflow.batch.balance import balance
+from rlflow.batch.balance import balance, even_runs
 
 EVEN_ENOUGH = 1.02  # the busiest replica over the mean, below which no group is cut for more evenness
 
@@ -55,5 +54,4 @@ def _pieces(prompts: int, n: int, replicas: int) -> int:
 
 def _cut(prompts: int, n: int, pieces: int) -> list[Share]:
     """The responses to each prompt in runs whose sizes differ by at most one."""
-    bounds = [n * piece // pieces for piece in range(pieces + 1)]
-    return [Share(prompt, a, b - a) for prompt in range(prompts) for a, b in pairwise(bounds)]
+    return [Share(prompt, a, b - a) for prompt in range(prompts) for a, b in even_runs(n, pieces)]
