@@ -23,7 +23,7 @@ class PolicyTerms:
     old_log_probs: Tensor  # float32 [R]
     advantages: Tensor  # float32 [R]
     mask: Tensor  # bool [R]
-    sample_index: Tensor  # int64 [R], which sequence a token belongs to
+    sample_index: Tensor  # int64 [R], which sequence a token belongs to: numbers below R
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -37,8 +37,7 @@ class PolicyTerms:
 
         A GPU adds in any order: only rounded from float64 is it equal on all ranks that have the tokens.
         """
-        size = int(self.sample_index.max()) + 1 if len(self.sample_index) else 0
-        zeros = torch.zeros(size, dtype=torch.float64, device=values.device)
+        zeros = torch.zeros(len(values), dtype=torch.float64, device=values.device)  # a size that no GPU must tell
         counts = zeros.index_add(0, self.sample_index, self.mask.double())
         sums = zeros.index_add(0, self.sample_index, torch.where(self.mask, values, 0.0).double())
         return (sums / counts.clamp(min=1))[self.sample_index].to(values.dtype)

@@ -39,7 +39,7 @@ class MicroBatch:
     predict_at: Tensor  # int64 [R], row in [0, T) whose hidden state predicts the response token
     targets: Tensor  # int64 [R], response token ids
     token_index: Tensor  # int64 [R], where the response token lies in the batch's `tokens` fields
-    sample_index: Tensor  # int64 [R], the batch's sample of the response token
+    sample_index: Tensor  # int64 [R], which response of the micro-batch has the token, empty ones not counted: below R
     padding: int  # rows of padding in T
     last_rows: Tensor | None = None  # int64 [S], row of the last response token, or of the prompt's if there is none
     last_samples: Tensor | None = None  # int64 [S], the batch's samples; both None unless last rows were asked for
@@ -199,7 +199,7 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
 
 
 def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each response token the row that predicts it, its place in the batch's token fields, and its sample.
+    """For each response token the row that predicts it, its place in the batch's token fields, its response's number.
 
     The prompt's last row predicts the first token of a response, each row of the response the token after it. And for
     each sample the row that its last token would have.
@@ -211,7 +211,8 @@ def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, 
     firsts = (lengths.cumsum(0) - lengths)[lengths > 0]
     predict_at[firsts] = prompt_ends[lengths > 0]
     last_rows = torch.where(lengths > 0, starts + lengths - 1, prompt_ends)
-    return predict_at, spans(places, lengths), torch.repeat_interleave(samples, lengths), last_rows
+    numbers = (lengths > 0).cumsum(0) - 1
+    return predict_at, spans(places, lengths), numbers.repeat_interleave(lengths), last_rows
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:

@@ -43,7 +43,7 @@ def check(config: Config, world_size: int | None, purpose: Purpose = "train") ->
         faults += role_faults(config, arch, world_size)
     if purpose == "train":
         faults += [*algorithm_faults(config), *unread_faults(config)]
-        faults += [*optimizer_faults(config), *training_faults(config)]
+        faults += [*optimizer_faults(config), *training_faults(config), *profile_faults(config)]
     faults = without_repeats(out_of_range) + independent(faults, out_of_range)
     order = {section.name: number for number, section in enumerate(fields(Config))}
     return sorted(faults, key=lambda fault: order[fault.key.partition(".")[0]])
@@ -69,13 +69,17 @@ def algorithm_faults(config: Config) -> Iterator[Fault]:
     if rollout.n == 1 and algorithm.advantage in GROUP_ADVANTAGES:
         rule = f"{algorithm.advantage} compares the responses to a prompt and needs at least 2"
         yield Fault("rollout.n", 1, rule, "2", ("algorithm.advantage",))
-    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+    in_loss = algorithm.kl_in == "loss"
+    if algorithm.kl_coef > 0 and in_loss and algorithm.kl_estimator == "k1":
         rule, also = "k1 in the loss has a gradient of expectation zero", ("algorithm.kl_in", "algorithm.kl_coef")
         yield Fault("algorithm.kl_estimator", "k1", rule, "k1-straight-through", also)
     if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.aggregation_length is None:
         rule = "seq-mean-token-sum-norm divides by this length, which padding must not decide"
         nearest = str(rollout.max_response_length)
         yield Fault("algorithm.aggregation_length", "null", rule, nearest, ("algorithm.aggregation",))
+    if config.actor.cuda_graphs and algorithm.kl_controller == "adaptive" and algorithm.kl_coef and in_loss:
+        rule = "the coefficient in the loss is part of what was captured: take algorithm.kl_in reward"
+        yield Fault("actor.cuda_graphs", "true", rule, "false", ("algorithm.kl_controller", "algorithm.kl_in"))
     step = config.trainer.prompts_per_step * rollout.n
     if algorithm.kl_controller == "adaptive" and algorithm.kl_coef > 0 and step >= 5 * algorithm.kl_horizon:
         rule = f"must be above a fifth of the {step} samples of a step, or the coefficient may become negative"
@@ -119,3 +123,14 @@ def optimizer_faults(config: Config) -> Iterator[Fault]:
         if most is not None and warmup > most:
             rule = f"must be {'at most' if most == steps else 'below'} trainer.steps = {steps}"
             yield Fault(f"{section}.warmup_steps", warmup, rule, str(most), ("trainer.steps",))
+
+
+def profile_faults(config: Config) -> Iterator[Fault]:
+    """Steps to profile that the run has not."""
+    steps = config.trainer.steps
+    for step in config.profile.steps:
+        if step < 1:
+            yield Fault("profile.steps", step, "must be at least 1: the first step has this number", "1")
+        elif steps is not None and step > steps:
+            rule = f"must be at most trainer.steps = {steps}"
+            yield Fault("profile.steps", step, rule, str(steps), ("trainer.steps",))

@@ -20,6 +20,14 @@ SIZES = (
 )  # fmt: skip
 TP, CP, PP, VP, EP, ETP = SIZES
 
+GRAPHS_NEED = {
+    PP: (1, "stages wait for each other's messages"),
+    CP: (1, "which rows a rank has is decided on the host"),
+    "recompute": ("none", "computing activations again asks the host for random states"),
+    "offload": (False, "a graph reads weights where they lay when it was captured"),
+}
+"""What `cuda_graphs` needs of other keys, and why."""
+
 
 def grid_faults(section: str, role: Role, arch: Architecture | None, ranks: int | None) -> Iterator[Fault]:
     """What is wrong with the grid of the role in `section`, on so many ranks; unknowns leave out their rules."""
@@ -33,6 +41,7 @@ def grid_faults(section: str, role: Role, arch: Architecture | None, ranks: int 
     if role.virtual_pipeline_parallel_size > 1 and role.pipeline_parallel_size == 1:
         rule = f"needs {section}.{PP} above 1: a rank that has all layers has nothing to interleave"
         yield Fault(f"{section}.{VP}", role.virtual_pipeline_parallel_size, rule, "1", (f"{section}.{PP}",))
+    yield from _graph_faults(section, role, arch)
     if arch is not None:
         yield from _tensor_faults(section, role, arch)
         yield from _pipeline_faults(section, role, arch)
@@ -98,6 +107,19 @@ def _block_faults(section: str, role: Role, ranks: int) -> Iterator[Fault]:
         name = next((name for name in (TP, CP, PP) if ranks % getattr(role, name)), TP)
         also = tuple(f"{section}.{other}" for other in (TP, CP, PP, "ranks") if other != name)
         yield Fault(f"{section}.{name}", getattr(role, name), rule, None, also)
+
+
+def _graph_faults(section: str, role: Role, arch: Architecture | None) -> Iterator[Fault]:
+    if not role.cuda_graphs:
+        return
+    key = f"{section}.cuda_graphs"
+    for name, (wanted, reason) in GRAPHS_NEED.items():
+        if getattr(role, name) != wanted:
+            words = str(wanted).lower()
+            yield Fault(key, "true", f"needs {section}.{name} = {words}: {reason}", "false", (f"{section}.{name}",))
+    if arch is not None and arch.experts is not None:
+        rule = "how many tokens an expert gets is known on the host only after its router has chosen"
+        yield Fault(key, "true", rule, "false")
 
 
 def _tensor_faults(section: str, role: Role, arch: Architecture) -> Iterator[Fault]:

@@ -80,6 +80,14 @@ class Role:
         "Tokens whose logits exist at once; a micro-batch that scores no more has them computed once, not twice.",
         1024, minimum=1,
     )  # fmt: skip
+    transformer_engine: bool | None = key(
+        "Take Transformer Engine's layers; null: where they are installed and compute the model.", None
+    )
+    cuda_graphs: bool = key(
+        "Capture the forward and backward pass of a micro-batch once for a shape and replay it, which pays where "
+        "launching kernels takes longer than they do: models below about 2 billion weights. Prompts are not shared "
+        "then; without CUDA there are none.", False,
+    )  # fmt: skip
     offload: bool = key(
         "Keep weights, gradients and optimizer state in host memory while they are not needed; a CPU moves nothing.",
         False,
@@ -341,6 +349,17 @@ class Tracking:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Where the time of single steps goes, in the run's folder `profile`; docs/performance.md says how to read it."""
+
+    steps: tuple[int, ...] = key(
+        "Steps to profile, counted from 1: a table of phases and the costliest kernels of each, by the first rank that "
+        "samples and the first of each role.", (), known_as=("profile_steps",),
+    )  # fmt: skip
+    trace: bool = key("Write a trace of these steps too, for Perfetto: tens of megabytes after a long rollout.", True)
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -359,3 +378,4 @@ class Config:
     evaluation: Evaluation = field(default_factory=Evaluation)
     trainer: Trainer = field(default_factory=Trainer)
     tracking: Tracking = field(default_factory=Tracking)
+    profile: Profile = field(default_factory=Profile)

@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any, TypeVar
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -42,6 +43,18 @@ def has_transformer_engine(dtype: torch.dtype) -> bool:
         and dtype != torch.float32
         and importlib.util.find_spec("transformer_engine") is not None
     )
+
+
+class UncachedRotation(RotaryEmbedding):
+    """megatron's angles for Transformer Engine, made anew in each forward.
+
+    megatron keeps those of the lengths seen last: memory that a CUDA graph reads, and that another length would free.
+    """
+
+    def forward(self, max_seq_len: int, offset: int = 0, **_: Any) -> Tensor:
+        """float32 [max_seq_len, 1, 1, head_dim]."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((angles, angles), -1)[:, None, None]
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -149,6 +162,7 @@ def build_stage(
         )
     model.ropes = make_ropes(arch).to(device())
     if config.apply_rope_fusion:
+        model.rotary_pos_emb.__class__ = UncachedRotation
         model.rotary_pos_emb.inv_freq = model.ropes.plain.frequencies
     if model.pre_process:
         model.embedding.word_embeddings.__class__ = variant.embedding  # the same state, another forward and backward

@@ -95,7 +95,7 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         virtual_pipeline=role.virtual_pipeline_parallel_size, share_prompts=role.share_prompts,
         sequence_parallel=role.sequence_parallel, recompute=role.recompute, overlap=role.overlap,
         logprob_chunk_tokens=role.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
-        offload=role.offload,
+        offload=role.offload, transformer_engine=role.transformer_engine, cuda_graphs=role.cuda_graphs,
         **expert_options(config.actor, name, own, architecture),
     )  # fmt: skip
     if makes_head:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from rlflow.algorithms import combine, is_maximum
 from rlflow.batch import Batch, MicroBatch, pack, plan_micro_batches
 from rlflow.batch.routing import ROUTING, RoutingShape
 from rlflow.config.schema import Optimizer
+from rlflow.errors import UserError
 from rlflow.models import (
     Model,
     build_policy,
@@ -42,6 +44,7 @@ from rlflow.models.config import Recompute
 from rlflow.models.expert_load import AuxiliaryLoss, ExpertLoad
 from rlflow.parallel import Grid, active, device
 from rlflow.roles.forward import Forward, Scored
+from rlflow.roles.graphs import GraphedPasses, row_multiple
 from rlflow.roles.residency import Residency
 from rlflow.roles.training import Training, join_as_outsider
 
@@ -63,7 +66,8 @@ class Engine:
     `routing` is the shape of the batches' field of that name, from which routers then take their choice of experts.
     `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` chooses the layer
     spec, None: Transformer Engine's where it can be used. With `offload` each pass brings what it needs to the GPU and
-    away again, unless `residency` is told to keep it there.
+    away again, unless `residency` is told to keep it there. `cuda_graphs` replays micro-batches on a GPU, for a dense
+    model that is whole on its rank and stays there. Raises UserError where layers are asked for that cannot be had.
     """
 
     def __init__(
@@ -86,12 +90,13 @@ class Engine:
         moe_aux_loss_coef: float = 0.0,
         moe_aux_loss: AuxiliaryLoss = "global",
         offload: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
-        if transformer_engine is None:
-            transformer_engine = _uses_transformer_engine(architecture, grid, dtype)
-        self.share_prompts = share_prompts and not transformer_engine and grid.cp == 1
+        transformer_engine = _takes_transformer_engine(transformer_engine, architecture, grid, dtype)
+        cuda_graphs = cuda_graphs and device().type == "cuda"
+        self.share_prompts = share_prompts and not transformer_engine and not cuda_graphs and grid.cp == 1
         self.layout = _layout(architecture, grid, virtual_pipeline, transformer_engine)
         self.routing = _routing_shape(architecture) if router_replay else None
         self.chunks: list[Model] = []
@@ -107,6 +112,10 @@ class Engine:
             transformer_engine=transformer_engine,
         )  # fmt: skip
         self.row_multiple = grid.tp if config.sequence_parallel else 1
+        self.graphs: GraphedPasses | None = None
+        if cuda_graphs:
+            self.graphs = GraphedPasses(grid)
+            self.row_multiple = row_multiple(micro_batch_tokens, self.row_multiple)
         build: Callable[..., Model] = build_value
         if architecture.head == "lm":
             build = partial(build_policy, chunk_tokens=logprob_chunk_tokens)
@@ -115,7 +124,8 @@ class Engine:
             for chunk in range(virtual_pipeline)
         ]
         if optimizer is not None:
-            self.training = Training(self.chunks, grid, optimizer, overlap=overlap)
+            with nullcontext() if self.graphs is None else self.graphs.on_stream():
+                self.training = Training(self.chunks, grid, optimizer, overlap=overlap and not cuda_graphs)
         for chunk in self.chunks:
             chunk.requires_grad_(optimizer is not None)
         self.load: ExpertLoad | None = None
@@ -163,9 +173,12 @@ class Engine:
         """What the last stage says of each micro-batch; nothing on other stages and outside the grid."""
         if not self.grid.is_member:
             return []
-        look = partial(_look, forward=self._forward(batch, **how))
+        forward, micro_batches = self._forward(batch, **how), self._micro_batches(batch, with_last=with_last)
         with self.residency.using(weights=True):
-            return self._run(self._micro_batches(batch, with_last=with_last), look, forward_only=True)
+            if self.graphs is not None:
+                found = self.graphs.look(self.chunks[0], micro_batches, forward)
+                return list(zip(micro_batches, found, strict=True))
+            return self._run(micro_batches, partial(_look, forward=forward), forward_only=True)
 
     def _forward(self, batch: Batch, **how: Any) -> Forward:
         """How this batch goes through; where routing is replayed, to the experts that sampled it."""
@@ -195,7 +208,6 @@ class Engine:
         micro_batches = self._micro_batches(batch)
         forward = self._forward(batch, temperature=temperature, with_entropy=with_entropy)
         fields = {name: values for name, values in batch.to(device()).tokens.items() if name != ROUTING}
-        learn = partial(_learn, forward=forward, fields=fields, objective=objective)
         with self.residency.using(weights=True, gradients=True, optimizer=True):
             if self.load is not None:
                 look = partial(_look, forward=forward)
@@ -203,7 +215,11 @@ class Engine:
                     micro_batches, forward.routing, lambda: self._run(micro_batches, look, forward_only=True)
                 )
             self.training.prepare(lr)
-            parts = self._run(micro_batches, learn, forward_only=False)
+            if self.graphs is not None:
+                parts = self.graphs.learn(self.training, micro_batches, forward, fields, objective)
+            else:
+                learn = partial(_learn, forward=forward, fields=fields, objective=objective)
+                parts = self._run(micro_batches, learn, forward_only=False)
             with active(self.grid):
                 _, grad_norm, _ = self.training.optimizer.step()
         if not math.isfinite(grad_norm):  # the same on every rank of the grid, so that all of them stop here
@@ -347,9 +363,17 @@ def _routing_shape(arch: Architecture) -> RoutingShape:
     return RoutingShape(len(arch.expert_layers), arch.experts.per_token, arch.experts.count)
 
 
-def _uses_transformer_engine(architecture: Architecture, grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether its layers are taken by default: where they compute the model, and sequences lie whole on a rank."""
-    return grid.cp == 1 and has_transformer_engine(dtype) and fits_transformer_engine(architecture)
+def _takes_transformer_engine(asked: bool | None, arch: Architecture, grid: Grid, dtype: torch.dtype) -> bool:
+    """Whether its layers are taken: by default where they can be, and sequences lie whole on a rank."""
+    lacks = {
+        "is not installed for the device and dtype": not has_transformer_engine(dtype),
+        "does not compute this model": not fits_transformer_engine(arch),
+        "is not used with context parallelism": grid.cp > 1,
+    }
+    reason = next((words for words, holds in lacks.items() if holds), None)
+    if asked and reason:
+        raise UserError("transformer_engine", f"Transformer Engine {reason}: take null or false")
+    return asked is not False and reason is None
 
 
 def _layout(arch: Architecture, grid: Grid, virtual_pipeline: int, transformer_engine: bool) -> MegatronLayout:

@@ -34,6 +34,7 @@ class Training:
         config = chunks[0].config
         for chunk in chunks:
             _name_expert_replicas(chunk)
+            _add_products_to_gradients(chunk)
         with active(grid):
             self.ddp = [self._replicated(chunk, first=number == 0) for number, chunk in enumerate(chunks)]
             self.optimizer = self._make_optimizer(settings, config.params_dtype)
@@ -98,6 +99,10 @@ class Training:
         """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
         finalize_model_grads(models, None, pg_collection=self.grid.groups)
 
+    def finish_gradients(self) -> None:
+        """What megatron's schedules do when the last micro-batch's gradients are there."""
+        self._finalize(self.ddp)
+
     def prepare(self, lr: float) -> None:
         """Make ready for the gradients of a step at this learning rate."""
         for chunk in self.ddp:
@@ -122,6 +127,14 @@ def _name_expert_replicas(chunk: Model) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+
+
+def _add_products_to_gradients(chunk: Model) -> None:
+    """Let Transformer Engine's linear layers add to float32 gradients while they multiply."""
+    if chunk.config.params_dtype == torch.bfloat16:
+        for module in chunk.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
 
 
 def _leave_out_collectives(bucket_groups: list[Any]) -> None:

@@ -28,8 +28,10 @@ def check_contexts(batch: Batch, micro_batches: list[MicroBatch]) -> None:
     """Every response token of the batch is predicted once, from its prompt and the tokens before it."""
     found = torch.zeros(len(batch.responses.values), dtype=torch.int64)
     for micro in micro_batches:
+        sample_of = torch.searchsorted(batch.responses.offsets[1:], micro.token_index, right=True)
+        assert torch.equal(micro.sample_index, torch.unique_consecutive(sample_of, return_inverse=True)[1])
         for row, target, token, sample in zip(
-            micro.predict_at.tolist(), micro.targets.tolist(), micro.token_index.tolist(), micro.sample_index.tolist(),
+            micro.predict_at.tolist(), micro.targets.tolist(), micro.token_index.tolist(), sample_of.tolist(),
             strict=True,
         ):  # fmt: skip
             found[token] += 1

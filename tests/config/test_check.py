@@ -43,6 +43,14 @@ def test_the_example_is_good(tmp_path: Path) -> None:
                                  "nearest: tp-cp-ep-dp-pp"),
         ("bridge.placement=aligned actor.order=pp-tp-cp-ep-dp", "bridge.placement = aligned: chooses the order of the "
          "actor's dimensions itself, and actor.order is pp-tp-cp-ep-dp; nearest: natural"),
+        ("actor.cuda_graphs=true actor.recompute=full", "actor.cuda_graphs = true: needs actor.recompute = none: "
+         "computing activations again asks the host for random states; nearest: false"),
+        ("actor.cuda_graphs=true actor.offload=true", "actor.cuda_graphs = true: needs actor.offload = false: a graph "
+         "reads weights where they lay when it was captured; nearest: false"),
+        ("actor.cuda_graphs=true actor.pipeline_parallel_size=2", "actor.cuda_graphs = true: needs "
+         "actor.pipeline_parallel_size = 1: stages wait for each other's messages; nearest: false"),
+        ("actor.cuda_graphs=true algorithm.kl_coef=0.1 algorithm.kl_controller=adaptive", "actor.cuda_graphs = true: "
+         "the coefficient in the loss is part of what was captured: take algorithm.kl_in reward; nearest: false"),
         ("trainer.resume=atuo", "trainer.resume = atuo: must be auto, never or the folder of a checkpoint; "
                                 "nearest: auto"),
         ("trainer.prompts_per_step=100", "trainer.prompts_per_step"),

@@ -13,6 +13,7 @@ from megatron_bridge.checkpoints import load_hf
 from megatron_bridge.execute import Traffic, connect
 from megatron_bridge.families import load_architecture
 from megatron_bridge.layouts import Layout
+from megatron_bridge.score import with_score_head
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
 from rlflow.batch import Batch, Prompt, Sample
@@ -31,6 +32,15 @@ def make_engine(folder: Path, dtype: torch.dtype, *, grid: dict[str, Any] | None
     options = {"micro_batch_tokens": 4096} | options
     engine = Engine(load_architecture(folder), parallel.Grid(**(grid or {})), dtype=dtype, **options)
     engine.load_hf(folder)
+    return engine
+
+
+def make_critic(folder: Path, dtype: torch.dtype, **options: Any) -> Engine:
+    """A critic of a policy's layers with a random head."""
+    parallel.initialize(60, 0)
+    architecture = with_score_head(load_architecture(folder))
+    engine = Engine(architecture, parallel.Grid(), dtype=dtype, micro_batch_tokens=4096, **options)
+    engine.load_language_model(folder, head="random", seed=3)
     return engine
 
 
@@ -63,6 +73,10 @@ def learn(folder: Path, dtype: torch.dtype, batch: Batch, steps: int, **options:
     before = value()
     metrics = [engine.train_step(batch, PolicyObjective(), temperature=TEMPERATURE, lr=1e-4) for _ in range(steps)]
     return Lesson(metrics, before, value())
+
+
+def learn_with(folder: Path, batch: Batch, steps: int, options: dict[str, Any]) -> Lesson:
+    return learn(folder, torch.bfloat16, batch, steps, **options)
 
 
 def learn_on_grid(folder: Path, case: runs.Case, settings: dict[str, Any]) -> runs.Learned:
