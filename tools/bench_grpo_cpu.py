@@ -57,8 +57,8 @@ class ProcessorTracker(Tracker):
 
     processor = StepClock(time.process_time)
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, step: int) -> None:
+        super().begin(step)
         self.processor.begin()
 
     @contextlib.contextmanager

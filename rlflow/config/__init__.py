@@ -13,6 +13,7 @@ from rlflow.config.schema import (
     Evaluation,
     Model,
     Optimizer,
+    Profile,
     Reference,
     Reward,
     RewardModel,
@@ -24,6 +25,6 @@ from rlflow.config.schema import (
 
 __all__ = [
     "Actor", "Algorithm", "Bridge", "Config", "Critic", "CriticOptimizer", "Data", "Evaluation", "Model", "Optimizer",
-    "Reference", "Reward", "RewardModel", "Role", "Rollout", "Tracking", "Trainer", "assemble", "dump", "load",
-    "role_sections",
+    "Profile", "Reference", "Reward", "RewardModel", "Role", "Rollout", "Tracking", "Trainer", "assemble", "dump",
+    "load", "role_sections",
 ]  # fmt: skip

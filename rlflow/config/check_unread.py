@@ -110,6 +110,7 @@ def _conditions(config: Config) -> dict[tuple[str, str], bool]:
         ("trainer.epochs", "trainer.steps"): config.trainer.steps is None,
         ("trainer.keep", "trainer.save_every"): config.trainer.save_every > 0,
         ("tracking.samples_per_step", "tracking.tensorboard"): config.tracking.tensorboard,
+        ("profile.trace", "profile.steps"): bool(config.profile.steps),
     }  # fmt: skip
 
 

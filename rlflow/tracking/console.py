@@ -64,6 +64,10 @@ class Console:
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
+    def text(self, text: str) -> None:
+        """Print lines that are laid out already."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Remove the bar."""
         if self._progress is not None:

@@ -63,10 +63,12 @@ class PhaseMemory:
 
 
 def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """The largest value of each name over all ranks, some of which may lack it. Collective over the job."""
+    """The largest value of each name over all ranks, which have the same names. Collective over the job."""
     if not dist.is_initialized():
         return dict(values)
-    parts: list[Mapping[str, float]] = [values] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: max(part[name] for part in parts if name in part) for name in names}
+    names = sorted(values)  # the order in which a rank met them does not matter
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    largest = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    found = dict(zip(names, largest.tolist(), strict=True))
+    return {name: found[name] for name in values}

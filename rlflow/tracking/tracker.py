@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from rlflow.batch import Sample
 from rlflow.config.schema import Config
 from rlflow.tracking import plot
 from rlflow.tracking.clock import StepClock
 from rlflow.tracking.console import Console, step_line
 from rlflow.tracking.memory import PhaseMemory, max_over_ranks
+from rlflow.tracking.profile import FOLDER, Profile, profiled_ranks
 from rlflow.tracking.records import Record, Records, read_records, summary
 from rlflow.tracking.writers import TensorBoard, WeightsAndBiases, Writer, write_samples
 
@@ -27,7 +30,7 @@ RECENT_STEPS = 10  # steps that the time left is estimated from
 
 
 class Tracker:
-    """`begin()`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`.
+    """`begin(step)`, some `phase(name)` blocks, `end(step, metrics, samples)`; at last `finish()`.
 
     `entered` is told which phase is at work whenever that changes.
     """
@@ -42,22 +45,24 @@ class Tracker:
         self._total = total_steps
         self._clock = StepClock(entered=entered)
         self._memory = PhaseMemory()
+        self._profile = _profile(config, self._run_dir / FOLDER)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._console = Console(total_steps) if is_main and config.tracking.console else None
         self._writers: list[Writer] = []  # opened when the first step is known
         self._tensorboard: TensorBoard | None = None  # the writer that takes texts too
 
-    def begin(self) -> None:
-        """Start a step's clock; the memory of phases before it counts for no step."""
+    def begin(self, step: int) -> None:
+        """Start a step's clock, and its profile if one is asked for; the memory of phases before it counts for none."""
         self._clock.begin()
         self._memory.take()
+        self._profile.begin(step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a part of a step; of phases only parts nest, such as `update/critic` in `update`."""
         if self._console is not None:
             self._console.phase(name)
-        with self._clock.phase(name), self._memory.phase(name):
+        with self._profile.phase(name), self._clock.phase(name), self._memory.phase(name):
             yield
 
     @property
@@ -69,9 +74,12 @@ class Tracker:
         """Stop the step's clock and record the step. Collective over the job.
 
         Adds `time/…`, `memory/…`, `perf/response_tokens` and `perf/tokens_per_second`: response tokens over the whole
-        step's time. Memory, and the time of parts of phases, are those of the rank that took most.
+        step's time. Memory, and the time of parts of phases, are those of the rank that took most: all ranks go
+        through the same phases, whatever they do in them.
         """
         times = self._clock.end()
+        if (table := self._profile.end(step)) and self._console is not None:
+            self._console.text(table)
         parts = {name: seconds for name, seconds in times.items() if name.count("/") > 1}
         most = max_over_ranks(self._memory.take() | parts)
         self._recent.append(times["time/step"])
@@ -135,3 +143,10 @@ class Tracker:
         if tracking.wandb:
             self._writers.append(WeightsAndBiases(self._run_dir, tracking.wandb, dataclasses.asdict(self._config)))
         return self._writers
+
+
+def _profile(config: Config, folder: Path) -> Profile:
+    """What profiles this rank; on most ranks no step."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    steps = config.profile.steps if rank in profiled_ranks(config, size) else ()
+    return Profile(steps, folder, rank=rank, trace=config.profile.trace)

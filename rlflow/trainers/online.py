@@ -69,7 +69,7 @@ def train(run: Run) -> None:
     if state.step == 0 and config.evaluation.at_start:
         track.evaluation(0, evaluate(run))
     while state.step < run.steps:
-        track.begin()
+        track.begin(state.step + 1)
         with track.phase("generate"):
             prompts = run.loader.next()
             expected = expected_lengths(state.lengths, prompts, config.rollout.max_response_length)

@@ -27,6 +27,8 @@ def test_the_example_is_good(tmp_path: Path) -> None:
         ("rollout.sleep_level=3", "rollout.sleep_level = 3: must be at most 2; nearest: 2"),
         ("algorithm.dual_clip=1", "algorithm.dual_clip = 1.0: must be above 1"),
         ("trainer.steps=0", "trainer.steps = 0: must be at least 1; nearest: 1"),
+        ("profile.steps=[0]", "profile.steps = 0: must be at least 1: the first step has this number; nearest: 1"),
+        ("profile.steps=[10,11]", "profile.steps = 11: must be at most trainer.steps = 10; nearest: 10"),
         ("rollout.top_k=0", "rollout.top_k = 0: must be -1 (all tokens) or at least 1; nearest: -1"),
         ("optimizer.schedule=linear optimizer.min_lr=1", "optimizer.min_lr = 1.0: must be at most optimizer.lr = "
                                                          "1e-06; nearest: 1e-06"),

@@ -45,6 +45,7 @@ MEAN, UNCORRECTED = "algorithm.aggregation=token-mean", "algorithm.importance_co
         ("evaluation.at_start=false", "data.evaluation=null", "data.evaluation = null; nearest: true"),
         ("trainer.keep=5", "", "trainer.save_every = 0; nearest: 2"),
         ("tracking.samples_per_step=9", "tracking.tensorboard=false", "tracking.tensorboard = false; nearest: 4"),
+        ("profile.trace=false", "", "profile.steps = []; nearest: true"),
     ],
 )
 def test_keys_that_nothing_would_read(tmp_path: Path, override: str, others: str, ending: str) -> None:

@@ -38,7 +38,7 @@ def test_the_configuration_fixes_the_work(tmp_path: Path) -> None:
 def test_phases_are_timed_by_the_processor_too(tmp_path: Path) -> None:
     config = assemble(prepare(tmp_path, WORK), world_size=1)
     tracker = ProcessorTracker(config, tmp_path / "run", True, 3)
-    tracker.begin()
+    tracker.begin(1)
     with tracker.phase("update"):
         sum(range(100_000))
     tracker.end(1, {"train/reward": 0.5})

@@ -47,7 +47,7 @@ def make_config(**tracking: object) -> Config:
 def run_steps(run_dir: Path, steps: range, total: int = 4, **tracking: object) -> Tracker:
     tracker = Tracker(make_config(**tracking), run_dir, is_main=True, total_steps=total)
     for step in steps:
-        tracker.begin()
+        tracker.begin(step)
         with tracker.phase("generate"):
             pass
         tracker.end(step, {"train/reward": step / 10, "train/response_length": 5.0}, [make_sample([1], [2])])
@@ -107,7 +107,7 @@ def test_a_phase_before_the_first_step_counts_for_none(tmp_path: Path):
     tracker = Tracker(make_config(tensorboard=False, console=False), tmp_path, is_main=True, total_steps=1)
     with tracker.phase("evaluate"):
         pass
-    tracker.begin()
+    tracker.begin(1)
     with tracker.phase("update"):
         pass
     tracker.end(1, {})
@@ -117,7 +117,7 @@ def test_a_phase_before_the_first_step_counts_for_none(tmp_path: Path):
 
 def test_the_phase_that_failed_can_be_named(tmp_path: Path):
     tracker = Tracker(make_config(console=False), tmp_path, is_main=True, total_steps=1)
-    tracker.begin()
+    tracker.begin(1)
     with pytest.raises(ZeroDivisionError), tracker.phase("score"):
         raise ZeroDivisionError
     assert tracker.running == "score"
@@ -163,7 +163,7 @@ def test_a_run_is_recorded_and_summarised(tmp_path: Path):
     tracker = Tracker(make_config(console=False), tmp_path / "run", is_main=True, total_steps=2)
     tracker.evaluation(0, {"eval/accuracy": 0.2, "eval/integer_answer/format": 0.5})
     for step in (1, 2):
-        tracker.begin()
+        tracker.begin(step)
         metrics = {"train/reward": step / 10, "train/response_length": 5.0}
         if step == 2:
             metrics |= {"eval/accuracy": 0.6, "eval/integer_answer/format": 1.0}
@@ -221,7 +221,7 @@ def test_nan_is_left_out_and_the_rest_stays(tmp_path: Path):
 def test_only_the_main_rank_writes(tmp_path: Path):
     tracker = Tracker(make_config(), tmp_path / "run", is_main=False, total_steps=1)
     tracker.evaluation(0, {"eval/accuracy": 0.5})
-    tracker.begin()
+    tracker.begin(1)
     with tracker.phase("generate"):
         pass
     tracker.end(1, {"train/reward": 1.0}, [make_sample([1], [2])])
@@ -233,7 +233,7 @@ def test_samples_are_dumped_each_step(tmp_path: Path):
     prompt = Prompt("train/7", [1, 2], {"prompt": "2 + 2 =", "answer": 4}, 4)
     sample = Sample(prompt, 1, [5], [-0.5], False, "4 `", 3, reward=1.0, scores={"exact_match": 1.0})
     tracker = Tracker(make_config(console=False), tmp_path, is_main=True, total_steps=1)
-    tracker.begin()
+    tracker.begin(1)
     tracker.end(1, {"train/reward": 1.0}, [sample])
     tracker.close()
     (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()
