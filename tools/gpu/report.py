@@ -39,9 +39,12 @@ def emit(section: str, what: str, value: float, unit: str = "", **rest: Any) -> 
 
 
 def read(lines: Iterable[str]) -> list[Measurement]:
-    """The measurements among the lines that a part printed; all other lines are its log."""
+    """The measurements among the lines that a part printed; all other lines are its log.
+
+    So is the last line of a part that was ended while it wrote.
+    """
     found = []
     for line in lines:
-        if line.startswith('{"section": '):
+        if line.startswith('{"section": ') and line.endswith("}}"):  # the last field is a mapping
             found.append(Measurement(**json.loads(line)))
     return found

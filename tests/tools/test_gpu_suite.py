@@ -1,0 +1,101 @@
+"""The suite's parts as processes with limits, what is counted of them, and the table."""
+
+import io
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools import gpu_suite
+from tools.gpu.correctness import read_log
+from tools.gpu.processes import run_within
+from tools.gpu.report import Measurement, emit, read
+from tools.gpu_suite import Outcome, Part, table, write
+
+SPEED = Measurement("training", "MFU te", 0.47, "", target=0.45, bound=0.8, against="product", details={"s": 0.15})
+SLOW = Measurement("training", "pause", 2.0, "s", target=1.5, more_is_better=False)
+OTHER = Measurement("rollout", "speed", 40_000.0, "tokens/s")
+
+
+def test_measurements_are_found_among_other_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    emit("training", "MFU te", 0.47, target=0.45, bound=0.8, against="product", details={"s": 0.15})
+    lines = [
+        "starting",
+        *capsys.readouterr().out.splitlines(),
+        '{"section": "training", "what": "cut o',
+        '{"section": "a", "details": {"b": 1}',
+    ]
+    assert read(lines) == [SPEED]
+    assert SPEED.meets_target
+    assert SLOW.meets_target is False
+    assert OTHER.meets_target is None
+
+
+def test_a_program_ends_at_its_limit_with_what_it_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = "import time; time.sleep(3); print('the child lives', flush=True)"
+    script = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    begin = time.monotonic()
+    assert run_within([sys.executable, "-c", script], log, 1.0) is None
+    assert time.monotonic() - begin < 2.5
+    time.sleep(2.5)
+    assert log.read_text() == "begun\n"
+
+
+def test_a_program_that_ends_in_time_gives_its_status(tmp_path: Path) -> None:
+    assert run_within([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", 20.0) == 3
+
+
+def test_a_part_gets_its_folder_and_its_limit() -> None:
+    part = Part("correctness", 300, ("--limit-s", "{limit}", "--out", "{out}"))
+    assert part.command(Path("/out"), 95.5)[1:] == [
+        "-m", "tools.gpu.correctness", "--limit-s", "95", "--out", "/out/correctness",
+    ]  # fmt: skip
+
+
+def test_every_part_of_the_suite_is_a_program() -> None:
+    folder = Path(gpu_suite.__file__).parent / "gpu"
+    assert not [part.name for part in gpu_suite.PARTS if not (folder / f"{part.name}.py").is_file()]
+
+
+def test_lines_of_a_run_say_card_command_and_date(tmp_path: Path) -> None:
+    outcome = Outcome(gpu_suite.PARTS[0], ["python", "-m", "tools.gpu.correctness"], 0, 12.34, [SPEED, OTHER])
+    write(tmp_path / "suite.jsonl", {"card": "H200", "stack": "torch 2.11", "date": "2026-12-01"}, [outcome])
+    first, *others = (json.loads(line) for line in (tmp_path / "suite.jsonl").read_text().splitlines())
+    assert first == {
+        "part": "correctness", "status": 0, "seconds": 12.3, "command": "-m tools.gpu.correctness",
+        "card": "H200", "stack": "torch 2.11", "date": "2026-12-01",
+    }  # fmt: skip
+    assert [Measurement(**one) for one in others] == [SPEED, OTHER]
+
+
+def test_the_table_shows_targets_bounds_and_sections() -> None:
+    console = Console(file=io.StringIO(), width=240)
+    console.print(table([SPEED, SLOW, OTHER]))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert "MFU te 0.47 ≥ 0.45 met 0.8 product s 0.15" in lines
+    assert "pause 2 s ≤ 1.5 missed" in lines
+    assert "speed 40,000 tokens/s" in lines
+    assert "rollout" in lines
+
+
+LOG = """
+collecting ... collected 9 items / 2 deselected / 7 selected
+
+tests/gpu/test_one.py::test_exact[te-prompts shared] PASSED              [ 14%]
+tests/gpu/test_one.py::test_steps FAILED                                 [ 28%]
+tests/gpu/test_one.py::test_two_gpus SKIPPED (needs 2 CUDA devices)      [ 42%]
+tests/gpu/test_one.py::test_torn_down PASSED                             [ 57%]
+tests/gpu/test_one.py::test_torn_down ERROR                              [ 57%]
+tests/gpu/test_one.py::test_cut_off """
+
+
+def test_tests_are_counted_also_where_their_log_was_cut_off() -> None:
+    tally = read_log(LOG, None, 60.0)
+    assert tally.outcomes == Counter(PASSED=1, FAILED=1, SKIPPED=1, ERROR=1)
+    assert tally.failures == ("tests/gpu/test_one.py::test_steps", "tests/gpu/test_one.py::test_torn_down")
+    assert tally.unfinished == 3

@@ -1,0 +1,38 @@
+"""Programs that may take so long and no longer, with all that they start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+FAREWELL_SECONDS = 5.0  # between asking a program to end and ending it
+
+
+def run_within(
+    command: Sequence[str], log: Path, seconds: float, *, folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int | None:  # fmt: skip
+    """Run a program, its output into a file; its status, or None where it was ended for the time it took."""
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, cwd=folder, env=environment, start_new_session=True
+        )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(FAREWELL_SECONDS)
+        return None
+    finally:
+        _signal(process.pid, signal.SIGKILL)  # whatever of its session is left
+        process.wait()
+
+
+def _signal(session: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, number)

@@ -1,0 +1,276 @@
+"""The trainer's engine on one GPU: MFU of steps and log-prob passes by shape, layer spec and use of CUDA graphs.
+
+    python -m tools.gpu.training --shapes 0.5b 1.5b 7b8 [--specs te local] [--cuda-graphs on off]
+
+A micro-batch is 16 packed sequences of 1,024 tokens, all of whose rows are scored. MFU is (6·N·T + attention) over time
+and 989 TFLOP/s with all weights in N, for log-probs a third of the operations; `details` have it without the embedding,
+from which tokens take rows, too. Every variant is measured in a process that is replaced when one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from megatron_bridge.families import load_architecture
+from rlflow import parallel
+from rlflow.algorithms import PolicyObjective
+from rlflow.batch import Batch, Ragged
+from rlflow.config.schema import Optimizer, Role
+from rlflow.models import has_transformer_engine
+from rlflow.roles import Engine
+from tests.workers import RankFailure, World
+from tools.gpu.report import emit
+from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
+from tools.gpu.timing import GpuWork, gpu_work, seconds_of
+
+TARGETS = {
+    "te": {"0.5b": 0.45, "1.5b": 0.55, "7b8": 0.75},
+    "local": {"0.5b": 0.30, "1.5b": 0.50, "7b8": 0.65},
+}
+LEARNING_RATE = 1e-5
+STEPS = 8  # before losses are compared
+LARGEST_DIFFERENCE = 0.02  # between variants' losses after these steps, in nats; the loss begins near 12
+MATRIX = 8192
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute a shape."""
+
+    spec: str  # the layers', "te" or "local"
+    cuda_graphs: bool
+    logprob_chunk_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.spec}{' graphs' if self.cuda_graphs else ''}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed: micro-batches of packed sequences."""
+
+    sequences: int = 16
+    length: int = 1024
+    micro_batches: int = 4  # of a whole step
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one variant took: seconds of medians, bytes, nats."""
+
+    forward_backward: float  # of one micro-batch, in a step without its optimizer
+    whole_step: float  # all micro-batches, clipping and AdamW included
+    log_probs: float  # of all micro-batches
+    gpu: GpuWork | None  # of the forward and backward
+    peak: int  # of a whole step
+    loss_before: float  # mean of −log-probs
+    loss_after: float  # after `STEPS` steps on one micro-batch
+
+
+def batch_of(sequences: int, work: Work, vocab: int) -> Batch:
+    """Random sequences: prompts of one token, responses whose last token is no row, advantages of one."""
+    draw = torch.Generator().manual_seed(0)
+    prompts, responses = (
+        Ragged.from_rows(torch.randint(4, vocab, (sequences, size), generator=draw).tolist())
+        for size in (1, work.length)
+    )
+    tokens = sequences * work.length
+    return Batch(
+        prompts=prompts,
+        responses=responses,
+        prompt_of=torch.arange(sequences),
+        samples={"group": torch.arange(sequences), "index": torch.zeros(sequences, dtype=torch.int64)},
+        tokens={
+            "mask": torch.ones(tokens, dtype=torch.bool),
+            "advantages": torch.ones(tokens),
+            "weights": torch.full((tokens,), 1.0 / tokens),
+        },
+    ).to(parallel.device())
+
+
+def measure(folder: Path, variant: Variant, work: Work) -> Timing:
+    """Everything about a variant, on the model in `folder`; runs in a process of its own."""
+    parallel.initialize(120, 0)
+    occupied = _allocated()
+    engine = Engine(
+        load_architecture(folder), parallel.Grid(), dtype=torch.bfloat16, micro_batch_tokens=work.rows,
+        optimizer=Optimizer(lr=LEARNING_RATE), share_prompts=False, logprob_chunk_tokens=variant.logprob_chunk_tokens,
+        transformer_engine=variant.spec == "te", cuda_graphs=variant.cuda_graphs,
+    )  # fmt: skip
+    engine.load_hf(folder)
+    vocab = engine.architecture.vocab
+    one, several = (batch_of(count * work.sequences, work, vocab) for count in (1, work.micro_batches))
+    train = partial(engine.train_step, objective=PolicyObjective(), lr=LEARNING_RATE)
+    before = _loss(engine, one)
+    for _ in range(STEPS):
+        train(one)
+    after = _loss(engine, one)
+    with _without_optimizer(engine):
+        forward_backward = seconds_of(partial(train, one), warm_up=2, repeats=7)
+        gpu = gpu_work(partial(train, one))
+    _reset_peak()
+    whole_step = seconds_of(partial(train, several), warm_up=1, repeats=3)
+    return Timing(
+        forward_backward=forward_backward,
+        whole_step=whole_step,
+        log_probs=seconds_of(partial(engine.log_probs, several, 1.0), warm_up=1, repeats=3),
+        gpu=gpu,
+        peak=_peak() - occupied,
+        loss_before=before,
+        loss_after=after,
+    )
+
+
+def matrix_rate() -> float:
+    """Operations a second of a large bfloat16 product of random matrices, the most that layers can reach."""
+    left, right = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2.0 * MATRIX**3 / seconds_of(lambda: torch.mm(left, right), warm_up=5, repeats=21)
+
+
+@contextmanager
+def _without_optimizer(engine: Engine) -> Iterator[None]:
+    assert engine.training is not None
+    with patch.object(engine.training.optimizer, "step", return_value=(True, 1.0, None)):
+        yield
+
+
+def _loss(engine: Engine, batch: Batch) -> float:
+    return -float(engine.log_probs(batch, 1.0).double().mean())
+
+
+def _allocated() -> int:
+    """Bytes that an earlier variant left in this process."""
+    gc.collect()
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def report(name: str, variant: Variant, timing: Timing, work: Work, bound: float | None, *, judged: bool) -> None:
+    """Three measurements of a variant; `judged` tells whether targets are meant for it."""
+    shape, target = SHAPES[name], TARGETS[variant.spec][name] if judged else None
+    common = {"target": target, "bound": bound, "against": f"bf16 product of {MATRIX}³"}
+    details = {"peak_gib": round(timing.peak / GIB, 2), "loss": round(timing.loss_after, 4)}
+    if timing.gpu is not None:
+        busy = timing.gpu.busy / timing.forward_backward
+        details = {"kernels": timing.gpu.kernels, "busy": round(busy, 3)} | details
+        print(f"costliest kernels of {name} {variant}:", *timing.gpu.costliest, sep="\n", flush=True)
+    step = work.micro_batches
+    _emit_mfu(f"{name} {variant}", shape, work, 3, 1, timing.forward_backward, common, details)
+    optimizer = timing.whole_step - step * timing.forward_backward
+    extra = {"optimizer_s": round(optimizer, 4)}
+    _emit_mfu(f"{name} {variant} whole step", shape, work, 3, step, timing.whole_step, common | {"target": None}, extra)
+    _emit_mfu(f"{name} {variant} log-probs", shape, work, 1, step, timing.log_probs, common, {})
+
+
+def _emit_mfu(
+    what: str, shape: Shape, work: Work, passes: int, micro_batches: int, seconds: float, common: dict, details: dict
+) -> None:
+    """`passes`: how many times a forward's operations."""
+    tokens = micro_batches * work.rows
+    whole, multiplied = (
+        passes * shape.forward_flops(work.length, tokens, whole=flag) / seconds / PEAK_FLOPS for flag in (True, False)
+    )
+    speed = {"s": round(seconds, 4), "tokens_per_s": round(tokens / seconds), "multiplied": round(multiplied, 3)}
+    emit("training", f"MFU {what}", round(whole, 4), **common, details=speed | details)
+
+
+def report_losses(name: str, losses: dict[str, float]) -> None:
+    """Whether all variants of a shape learned the same."""
+    what = f"{name} loss after {STEPS} steps, largest difference"
+    difference = max(losses.values()) - min(losses.values())
+    details = {variant: round(loss, 5) for variant, loss in losses.items()}
+    emit("training", what, difference, "nats", target=LARGEST_DIFFERENCE, more_is_better=False, details=details)
+
+
+class Attempts:
+    """Calls in a GPU process of their own, which a failure does not end: it is told, counted and left behind."""
+
+    def __init__(self, seconds: float) -> None:
+        self.failed = 0
+        self._seconds = seconds
+        self._world = World("nccl")
+
+    def __call__(self, what: str, call: Callable[[], object]) -> object:
+        """What the call returns; None where it failed."""
+        try:
+            return self._world(1, call, timeout=self._seconds)[0]
+        except RankFailure as failure:
+            self.failed += 1
+            print(f"FAILED: {what}\n{failure}", flush=True)
+            return None
+
+    def close(self) -> None:
+        self._world.close()
+
+
+def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts, bound: float | None) -> None:
+    """All variants of a shape; targets are meant for those with CUDA graphs, where any have them."""
+    work, losses = Work(), {}
+    with_graphs = any(variant.cuda_graphs for variant in variants)
+    for variant in variants:
+        timing = attempts(f"{name} {variant}", partial(measure, folder, variant, work))
+        if isinstance(timing, Timing):
+            report(name, variant, timing, work, bound, judged=variant.cuda_graphs == with_graphs)
+            losses[str(variant)] = timing.loss_after
+    if losses:
+        report_losses(name, losses)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--specs", nargs="+", choices=TARGETS, help="default: te where it is installed, and local")
+    parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
+    parser.add_argument("--logprob-chunk-tokens", type=int, default=Role().logprob_chunk_tokens)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
+    parser.add_argument("--variant-limit-s", type=float, default=90.0)
+    arguments = parser.parse_args()
+    specs = arguments.specs or [*["te"] * has_transformer_engine(torch.bfloat16), "local"]
+    variants = [
+        Variant(spec, graphs == "on", arguments.logprob_chunk_tokens)
+        for spec in specs
+        for graphs in arguments.cuda_graphs
+    ]
+    attempts = Attempts(arguments.variant_limit_s)
+    rate = attempts("matrix product", matrix_rate)
+    bound = rate / PEAK_FLOPS if isinstance(rate, float) else None
+    for name in arguments.shapes:
+        folder = arguments.models / name
+        if attempts(f"writing {name}", partial(save, folder, name)) is not None:
+            bench(name, folder, variants, attempts, bound)
+    attempts.close()
+    return 1 if attempts.failed else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

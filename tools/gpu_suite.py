@@ -1,0 +1,193 @@
+"""Check and time everything on one GPU, in one call with one table.
+
+    python -m tools.gpu_suite --out FOLDER [--parts correctness training rollout …] [--limit-s 500]
+
+Each part is a program of `tools.gpu` that runs alone, one after another, each within its limit and what is left of the
+whole. FOLDER gets a log of each part, and suite.jsonl: what was run on which card with which versions when, and every
+measurement. Ends with 1 where a part failed; a missed target is shown and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tools.gpu.processes import FAREWELL_SECONDS, run_within
+from tools.gpu.report import Measurement, read
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "vllm", "transformers", "numpy")
+ROOT = Path(__file__).parent.parent
+TAIL = 1500  # characters of the log of a failed part that are shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program of `tools.gpu` and how long it may take.
+
+    In its arguments `{out}` is a folder that it may make for logs, `{limit}` the seconds that it has.
+    """
+
+    name: str
+    limit: float  # seconds
+    arguments: tuple[str, ...] = ()
+
+    def command(self, out: Path, seconds: float) -> list[str]:
+        values = {"out": out / self.name, "limit": int(seconds)}
+        return [
+            sys.executable, "-m", f"tools.gpu.{self.name}", *(text.format_map(values) for text in self.arguments)
+        ]  # fmt: skip
+
+
+PARTS = (
+    Part("correctness", 300, ("--limit-s", "{limit}", "--out", "{out}")),
+    Part("training", 300),
+)
+
+
+@dataclass
+class Outcome:
+    """How a part went."""
+
+    part: Part
+    command: list[str]
+    status: int | None = None  # of the process; None: not started or ended at its limit
+    seconds: float = 0.0
+    measurements: list[Measurement] = field(default_factory=list)
+    said: str = ""  # the end of its log
+
+    @property
+    def failed(self) -> bool:
+        return self.status != 0
+
+    def __str__(self) -> str:
+        how = "passed" if not self.failed else "out of time" if self.status is None else f"ended with {self.status}"
+        return f"{self.part.name}: {how} after {self.seconds:.0f} s, {len(self.measurements)} measurements"
+
+
+def run(part: Part, out: Path, seconds: float) -> Outcome:
+    """Run a part for at most so long; what it printed is in FOLDER/<part>.log, its measurements are returned."""
+    outcome = Outcome(part, part.command(out, seconds - FAREWELL_SECONDS))
+    if seconds <= FAREWELL_SECONDS:
+        return outcome
+    log, begin = out / f"{part.name}.log", time.monotonic()
+    outcome.status = run_within(outcome.command, log, seconds, folder=ROOT)
+    outcome.seconds = time.monotonic() - begin
+    text = log.read_text(errors="replace")
+    outcome.measurements, outcome.said = read(text.splitlines()), text[-TAIL:]
+    return outcome
+
+
+def describe_machine() -> dict[str, str]:
+    """Card and versions, without a CUDA context of this process's own."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        card = "; ".join(found.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        card = "no GPU"
+    stack = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"card": card, "stack": ", ".join(stack), "date": now}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def write(path: Path, machine: dict[str, str], outcomes: Sequence[Outcome]) -> None:
+    """A line for each part, with card, versions and date, and one for each of its measurements behind it."""
+    with path.open("w") as sink:
+        for outcome in outcomes:
+            part = {"part": outcome.part.name, "status": outcome.status, "seconds": round(outcome.seconds, 1)}
+            print(json.dumps(part | {"command": " ".join(outcome.command[1:])} | machine), file=sink)
+            for measurement in outcome.measurements:
+                print(json.dumps(asdict(measurement)), file=sink)
+
+
+def table(measurements: Sequence[Measurement]) -> Table:
+    """A row for each measurement, under its section."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("what", "measured", "target", "", "bound", "details"):
+        right = name in ("measured", "target", "bound")
+        shown.add_column(name, justify="right" if right else "left", no_wrap=True)
+    section = ""
+    for one in measurements:
+        if one.section != section:
+            section = one.section
+            shown.add_section()
+            shown.add_row(Text(section, style="bold"))
+        shown.add_row(*_row(one))
+    return shown
+
+
+def _row(one: Measurement) -> tuple[Text, ...]:
+    verdict = {True: "met", False: "missed", None: ""}[one.meets_target]
+    sign = "≥" if one.more_is_better else "≤"
+    target = "" if one.target is None else f"{sign} {_number(one.target)}"
+    bound = "" if one.bound is None else f"{_number(one.bound)} {one.against}".strip()
+    details = " · ".join(
+        f"{name} {_number(value)}" for name, value in one.details.items() if isinstance(value, (int, float, str))
+    )
+    cells = (one.what, f"{_number(one.value)} {one.unit}".strip(), target, verdict, bound, details)
+    return tuple(Text(cell) for cell in cells)  # brackets in a test's name are no markup
+
+
+def _number(value: float | str) -> str:
+    """Four digits of a float, all of a whole number."""
+    if isinstance(value, str):
+        return value
+    if float(value).is_integer() or abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for logs and suite.jsonl")
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="in this order; default: all")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="for all parts together")
+    arguments = parser.parse_args()
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    known = {part.name: part for part in PARTS}
+    machine, end = describe_machine(), time.monotonic() + arguments.limit_s
+    print(machine["card"], machine["stack"], machine["date"], sep="\n", flush=True)
+    outcomes: list[Outcome] = []
+    for name in arguments.parts or known:
+        part = known[name]
+        outcomes.append(run(part, arguments.out, min(part.limit, end - time.monotonic() - FAREWELL_SECONDS)))
+        print(outcomes[-1], flush=True)
+        write(arguments.out / "suite.jsonl", machine, outcomes)
+    show(outcomes)
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    """What failed with the end of its log, then the table, so that the table is what stays on the screen."""
+    for outcome in outcomes:
+        if outcome.failed and outcome.said:
+            print(f"--- the end of {outcome.part.name}.log\n{outcome.said}")
+    Console(width=240, highlight=False, soft_wrap=True).print(table([m for o in outcomes for m in o.measurements]))
+    for outcome in outcomes:
+        print(outcome)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
