@@ -9,7 +9,6 @@ import importlib.util
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -30,10 +29,8 @@ Model = TypeVar("Model", bound=GPTModel)
 
 
 def fits_transformer_engine(arch: Architecture) -> bool:
-    """Whether the Transformer Engine spec computes a model: its layers, and a rotation without a turn of its own."""
-    rope = make_ropes(arch).plain
-    plain = not rope.interleaved and rope.factor == 1.0 and arch.rotary_dim == arch.head_dim
-    return plain and variant_of(arch).transformer_engine
+    """Whether the Transformer Engine spec computes a model's layers."""
+    return variant_of(arch).transformer_engine
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
@@ -45,18 +42,6 @@ def has_transformer_engine(dtype: torch.dtype) -> bool:
     )
 
 
-class UncachedRotation(RotaryEmbedding):
-    """megatron's angles for Transformer Engine, made anew in each forward.
-
-    megatron keeps those of the lengths seen last: memory that a CUDA graph reads, and that another length would free.
-    """
-
-    def forward(self, max_seq_len: int, offset: int = 0, **_: Any) -> Tensor:
-        """float32 [max_seq_len, 1, 1, head_dim]."""
-        angles = self.get_freqs_non_repeated(max_seq_len, offset)
-        return torch.cat((angles, angles), -1)[:, None, None]
-
-
 class LogProbHead(ColumnParallelLinear):
     """The output layer: scores the tokens that `PackedInput.scoring` names.
 
@@ -65,6 +50,7 @@ class LogProbHead(ColumnParallelLinear):
 
     vocab: int  # rows of the real vocabulary
     chunk_tokens: int
+    exact_logits: bool
 
     def forward(self, hidden: Tensor, weight: Tensor | None, packed: PackedInput) -> tuple[Tensor, Tensor | None]:
         """hidden: [T, 1, H], or this rank's part of the rows under sequence parallelism."""
@@ -83,6 +69,7 @@ class LogProbHead(ColumnParallelLinear):
             temperature=scoring.temperature,
             chunk_tokens=self.chunk_tokens,
             with_entropy=scoring.with_entropy,
+            exact_logits=self.exact_logits,
         )
 
     def _shard(self) -> VocabShard:
@@ -97,7 +84,7 @@ class PolicyModel(GPTModel):
     Returns hidden states [T, 1, H], on the last stage (log-probs, entropies) as `LogProbHead` gives them.
     """
 
-    ropes: Ropes  # for the local spec's rotation
+    ropes: Ropes  # for core attention
 
     def vocabulary_weights(self) -> list[torch.nn.Parameter]:
         """The embedding and the head of this stage, as far as it holds them; one where they are tied."""
@@ -120,15 +107,17 @@ def build_policy(
     *,
     padded_vocab: int,
     chunk_tokens: int = 1024,
+    exact_logits: bool = False,
     chunk: int = 0,
 ) -> PolicyModel:
     """This rank's stage of the model, on its device, weights zero until they are loaded; call inside no `active`.
 
-    With virtual pipeline stages `chunk` is the number of one of the rank's. `chunk_tokens`: rows scored at a time.
+    With virtual pipeline stages `chunk` is the number of one of the rank's. `chunk_tokens`: rows scored at a time,
+    from float32 logits with `exact_logits`.
     """
     model = build_stage(PolicyModel, arch, grid, config, padded_vocab, tied=arch.tied, chunk=chunk)
     if model.post_process:
-        model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens)
+        model.output_layer = _log_prob_head(model, arch.vocab, chunk_tokens, exact_logits)
     return model
 
 
@@ -154,22 +143,18 @@ def build_stage(
             max_sequence_length=arch.max_positions,
             pre_process=grid.is_first_stage and chunk == 0,
             post_process=grid.is_last_stage and chunk == (chunks or 1) - 1,
-            position_embedding_type="rope" if config.apply_rope_fusion else "none",
-            rotary_base=arch.rope_theta,
+            position_embedding_type="none",  # core attention rotates
             share_embeddings_and_output_weights=tied,
             pg_collection=grid.groups,
             vp_stage=vp_stage,
         )
     model.ropes = make_ropes(arch).to(device())
-    if config.apply_rope_fusion:
-        model.rotary_pos_emb.__class__ = UncachedRotation
-        model.rotary_pos_emb.inv_freq = model.ropes.plain.frequencies
     if model.pre_process:
         model.embedding.word_embeddings.__class__ = variant.embedding  # the same state, another forward and backward
     return model
 
 
-def _log_prob_head(model: GPTModel, vocab: int, chunk_tokens: int) -> LogProbHead:
+def _log_prob_head(model: GPTModel, vocab: int, chunk_tokens: int, exact_logits: bool) -> LogProbHead:
     """A head in the place of the model's output layer, with that layer's weight."""
     plain = model.output_layer
     head = LogProbHead(
@@ -182,5 +167,5 @@ def _log_prob_head(model: GPTModel, vocab: int, chunk_tokens: int) -> LogProbHea
         tp_group=plain.tp_group,
     )
     head.weight = plain.weight
-    head.vocab, head.chunk_tokens = vocab, chunk_tokens
+    head.vocab, head.chunk_tokens, head.exact_logits = vocab, chunk_tokens, exact_logits
     return head

@@ -74,15 +74,18 @@ def test_a_rank_may_hold_padding_only(world: Callable[..., Any]) -> None:
         assert found[0][0] == pytest.approx(-2.440190, abs=1e-6)
 
 
-def gradients(chunk_tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(
+    chunk_tokens: int, dtype: torch.dtype = torch.float32, exact_logits: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(37, 16, generator=draw).to(dtype).requires_grad_()
     weight = torch.randn(64, 16, generator=draw).to(dtype).requires_grad_()
     targets = torch.randint(0, 60, (37,), generator=draw)
     upstream = torch.randn(2, 37, generator=draw)
     log_probs, entropy = token_log_probs(
-        hidden, weight, targets, VocabShard(0, 60), temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True
-    )
+        hidden, weight, targets, VocabShard(0, 60),
+        temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True, exact_logits=exact_logits,
+    )  # fmt: skip
     assert entropy is not None
     (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
     assert hidden.grad is not None
@@ -118,6 +121,19 @@ def test_bfloat16_models_get_exact_softmax() -> None:
     assert rounded_grad.dtype == torch.bfloat16
     assert (rounded - exact).abs().mean() < 0.05
     assert torch.allclose(rounded_grad.float(), weight_grad, atol=0.15)
+
+
+def test_exact_logits_are_not_rounded() -> None:
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 16, generator=draw).bfloat16() for size in (37, 64))
+    targets = torch.randint(0, 60, (37,), generator=draw)
+    expected = torch.log_softmax(hidden.double() @ weight[:60].double().t() / 0.7, -1).gather(1, targets[:, None])[:, 0]
+    for chunk_tokens in (1024, 10):
+        exact, hidden_grad, weight_grad = gradients(chunk_tokens, torch.bfloat16, exact_logits=True)
+        assert torch.allclose(exact.double(), expected, atol=1e-5)
+        assert (gradients(chunk_tokens, torch.bfloat16)[0] - expected).abs().max() > 1e-3
+        assert hidden_grad.dtype == weight_grad.dtype == torch.bfloat16
+        assert torch.allclose(hidden_grad.float(), gradients(1024)[1], atol=0.3, rtol=0.1)
 
 
 def test_no_tokens_give_no_gradient() -> None:
