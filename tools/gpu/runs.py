@@ -1,0 +1,96 @@
+"""Whole runs of `rlflow train` that measurements are taken from: their prompts, configuration, process and records.
+
+What a run is meant to show, and against what it is held, is left to the part that starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlflow.tracking import read_records
+from rlflow.tracking.records import Record
+from tools.gpu.processes import run_within
+from tools.make_tiny_model import make_tokenizer
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("the", "of", "to", "and", "is", "in", "answer", "number", "plus", "times", "tree", "equals")
+"""Of the tokenizer's corpus: each is one token with the blank before it."""
+LETTER = "e"
+"""Whose share of a response is its reward: what random models sample differs in it."""
+LAST_LINES = 40
+
+
+def prompts(count: int, tokens: int, *, seed: int = 0) -> list[str]:
+    """Texts of exactly so many tokens of `tools.make_tiny_model`'s tokenizer, no two alike."""
+    draw = random.Random(seed)
+    texts = ["".join(f" {word}" for word in draw.choices(WORDS, k=tokens)) for _ in range(count)]
+    lengths = {len(ids) for ids in make_tokenizer(0)(texts).input_ids}
+    if lengths != {tokens}:
+        raise RuntimeError(f"prompts of {tokens} tokens came out with {sorted(lengths)}: WORDS are no single tokens")
+    return texts
+
+
+def write_config(folder: Path, model: Path, texts: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Write a configuration for a run into `folder`/run over these prompts; `sections` go over its own keys.
+
+    An earlier run there is removed: the new one would go on from its checkpoint.
+    """
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = "".join(json.dumps({"prompt": text, "answer": LETTER}) + "\n" for text in texts)
+    (folder / "train.jsonl").write_text(rows)
+    config: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        # No sample may be left out: what a step takes must not hang on what random models sample.
+        "algorithm": {"skip_zero_advantage": False},
+        "rollout": {"ignore_eos": True},
+        "data": {"train": str(folder / "train.jsonl"), "chat_template": False, "shuffle": False},
+        "trainer": {"output_dir": str(folder / "run"), "export": False},
+        "tracking": {"tensorboard": False},
+    }
+    for name, keys in sections.items():
+        config[name] = {**config.get(name, {}), **keys}
+    config["rewards"] = [{"function": "rlflow.rewards:character_share"}]
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
+
+
+def train(config: Path, overrides: Iterable[str] = (), *, limit_s: float) -> bool:
+    """Run `rlflow train` to its end or for `limit_s` seconds; whether it ended well.
+
+    Its output is in train.log beside the configuration; the last lines are printed where it fails. The steps that a run
+    out of time has made are recorded.
+    """
+    command = [sys.executable, "-m", "rlflow", "train", str(config), *overrides]
+    log, begin = config.with_name("train.log"), time.perf_counter()
+    status = run_within(command, log, limit_s, folder=ROOT, environment=_environment())
+    how = "out of time" if status is None else f"ended with {status}"
+    print(f"{config.parent.name}: {how} after {time.perf_counter() - begin:.0f} s", flush=True)
+    if status != 0:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:]), flush=True)
+    return status == 0
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what torchrun gave it, and quiet about the network that may not be there."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"} | kept
+
+
+def steps_of(config: Path) -> list[Record]:
+    """The records of the training steps that a run has made, in order; [] where it has made none."""
+    run = config.parent / "run"
+    if not (run / "metrics.jsonl").is_file():
+        return []
+    return [record for record in read_records(run) if "time/step" in record]

@@ -1,0 +1,195 @@
+"""A whole step of GRPO in `rlflow train` on one GPU, its phases beside a roofline.
+
+    python -m tools.gpu.whole_step [--shapes 0.5b 1.5b] [--steps 3] [section.key=value …]
+
+128 prompts of 256 tokens, 8 responses to each of exactly 1,024, one optimizer step, random weights. The first step of a
+run warms up and does not count. 1.5b takes about 3 minutes, 0.5b half of that; overrides go to `rlflow train`.
+
+The roofline is that of GRPO without a pass for old log-probs, all arithmetic at .45 of the GPU's peak and all traffic
+at .8 of its bandwidth, one after the other: prompts computed once for generation; decoding's products and attention,
+and its reading of the weights in each step and of every sequence's keys and values; training on all tokens, each
+response with its prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlflow.tracking.records import Record
+from tools.gpu.report import emit
+from tools.gpu.runs import prompts, steps_of, train, write_config
+from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
+
+PEAK_BANDWIDTH = 4.8e12
+"""Bytes a second of an H200's memory, by its datasheet."""
+REACHED_FLOPS, REACHED_BANDWIDTH = 0.45 * PEAK_FLOPS, 0.8 * PEAK_BANDWIDTH
+TARGET = 1.5
+"""Times the roofline that a step may take."""
+STEPS = {"0.5b": 3, "1.5b": 2}
+"""Of a run, with the one that warms up."""
+BYTES = 2  # of a weight, a key or a value in bfloat16
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step samples and learns from."""
+
+    prompts: int = 128
+    n: int = 8
+    prompt: int = 256  # tokens
+    response: int = 1024  # tokens
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.n
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled in a step."""
+        return self.samples * self.response
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on, prompts once for each response."""
+        return self.samples * (self.prompt + self.response)
+
+
+WORK = Work()
+
+
+def roofline(shape: Shape, work: Work) -> dict[str, float]:
+    """Seconds of each part of a step of `work`, by the phase that it belongs to."""
+    mean_context = work.prompt + work.response / 2  # of a sampled token
+    width = shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
+    cached = 2 * shape.num_hidden_layers * width * BYTES  # a token's keys and values
+    weights = shape.parameters * BYTES
+    # A token of such a context among the keys of a sequence twice as long, of which the mean token sees half.
+    decoded_flops = shape.forward_flops(round(2 * mean_context), work.sampled)
+    decoded_bytes = work.response * (weights + work.samples * mean_context * cached)
+    return {
+        "generate/prompts": shape.forward_flops(work.prompt, work.prompts * work.prompt) / REACHED_FLOPS,
+        "generate/products": decoded_flops / REACHED_FLOPS,
+        "generate/memory": decoded_bytes / REACHED_BANDWIDTH,
+        "update/products": 3 * shape.forward_flops(work.prompt + work.response, work.tokens) / REACHED_FLOPS,
+    }
+
+
+def of_phase(parts: dict[str, float], phase: str) -> float:
+    """Seconds of a phase, or of a whole step for "step"."""
+    return sum(seconds for name, seconds in parts.items() if phase in ("step", name.split("/")[0]))
+
+
+def sections(work: Work, steps: int) -> dict[str, dict[str, Any]]:
+    """What the configuration of a run says of the work, and how the GPU is used for it."""
+    return {
+        "actor": {"micro_batch_tokens": 16_384, "logprob_chunk_tokens": 16_384},
+        "rollout": {
+            "n": work.n, "max_prompt_length": work.prompt, "max_response_length": work.response, "ignore_eos": True,
+            "max_num_seqs": work.samples, "kv_cache_gib": 48.0,  # no more is taken than so many sequences fill
+        },
+        "bridge": {"startup_proof": False},  # `tools.gpu.works` has it
+        "trainer": {"steps": steps, "prompts_per_step": work.prompts},
+    }  # fmt: skip
+
+
+def medians(steps: Sequence[Record]) -> Record:
+    """Of each metric over the steps behind the first, over the only one where there is no other."""
+    counted = steps[1:] or steps
+    return {name: statistics.median(step[name] for step in counted if name in step) for name in counted[-1]}
+
+
+def report(name: str, steps: Sequence[Record], work: Work) -> None:
+    """Print the phases of a run as a table, and what it measured."""
+    shape, seen = SHAPES[name], medians(steps)
+    bounds = roofline(shape, work)
+    phases = {key.removeprefix("time/"): value for key, value in seen.items() if key.startswith("time/")}
+    Console(width=100, highlight=False).print(table(name, phases, bounds, seen))
+    for phase, target in (("step", TARGET), ("generate", None), ("update", None)):
+        bound = of_phase(bounds, phase)
+        emit(
+            "whole_step", f"{name} {phase}", phases[phase], "s", bound=round(bound, 2), against="s roofline",
+            target=None if target is None else round(target * bound, 2), more_is_better=False,
+            details=details(phase, phases, seen, shape, work) | {"times": round(phases[phase] / bound, 3)},
+        )  # fmt: skip
+    rest = phases["step"] - phases["generate"] - phases["update"]
+    emit("whole_step", f"{name} rest of the step", rest, "s", target=round(0.05 * phases["step"], 3),
+         more_is_better=False, details={key: round(phases[key], 4) for key in ("sync", "exchange", "score", "other")
+                                        if key in phases})  # fmt: skip
+
+
+def details(phase: str, phases: dict[str, float], seen: Record, shape: Shape, work: Work) -> dict[str, Any]:
+    """What else is told of a phase."""
+    if phase == "generate":
+        return {"tokens/s": round(work.sampled / phases["generate"])}
+    if phase == "update":
+        flops = 3 * shape.forward_flops(work.prompt + work.response, work.tokens)
+        return {"MFU": round(flops / phases["update"] / PEAK_FLOPS, 3)}
+    peaks = {key: value for key, value in seen.items() if key.startswith("memory/")}
+    told = {"tokens/s": round(work.sampled / phases["step"]), "peak_gib": round(max(peaks.values(), default=0.0), 1)}
+    names = ("mismatch/log_prob_mean", "mismatch/kl", "actor/grad_norm", "train/reward")
+    return told | {key: float(f"{seen[key]:.4g}") for key in names if key in seen}
+
+
+def table(name: str, phases: dict[str, float], bounds: dict[str, float], seen: Record) -> Table:
+    """Phases in the order of their time, their parts too."""
+    shown = Table("phase", title=f"{name}: seconds of a step", title_justify="left")
+    for column in ("seconds", "share", "roofline", "times", "peak GiB"):
+        shown.add_column(column, justify="right")
+    for phase, seconds in sorted(phases.items(), key=lambda entry: -entry[1]):
+        bound, peak = of_phase(bounds, phase), seen.get(f"memory/{phase}_gib")
+        shown.add_row(
+            phase, f"{seconds:.3f}", f"{seconds / phases['step']:.1%}", f"{bound:.2f}" if bound else "",
+            f"{seconds / bound:.2f}" if bound else "", "" if peak is None else f"{peak:.1f}",
+        )  # fmt: skip
+    return shown
+
+
+def measure(name: str, steps: int, folder: Path, overrides: Sequence[str], limit_s: float, work: Work = WORK) -> bool:
+    """Run a shape and report it, also where the run was cut off behind its second step; whether it ended well."""
+    model = save(folder / "model" / name, name)
+    texts = prompts(work.prompts * steps, work.prompt)
+    config = write_config(folder / name, model, texts, sections(work, steps))
+    good = train(config, overrides, limit_s=limit_s)
+    done = steps_of(config)
+    if len(done) > 1 or (good and done):
+        print(f"{name}: seconds of each step {[round(step['time/step'], 2) for step in done]}")
+        report(name, done, work)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--steps", type=int, help=f"of each run, the warm-up included; default: {STEPS}")
+    parser.add_argument("--folder", type=Path, help="for models and runs, to keep; default: one that goes at the end")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for all shapes together")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    end, failed = time.monotonic() + arguments.limit_s, False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        for name in arguments.shapes:
+            steps = arguments.steps or STEPS[name]
+            try:
+                good = measure(name, steps, folder, arguments.overrides, end - time.monotonic())
+            except Exception:
+                traceback.print_exc()  # the other shapes are measured all the same
+                good = False
+            failed |= not good
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

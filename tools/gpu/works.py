@@ -1,0 +1,157 @@
+"""That `rlflow train` does on one GPU what it promises: short runs of a shallow model, nothing about their speed.
+
+    python -m tools.gpu.works [--folder FOLDER] [section.key=value …]
+
+GRPO and PPO with vLLM asleep at level 2 and everything else off the GPU meanwhile, the bridge proven and its sums
+checked, deterministic kernels: two steps, a checkpoint and a third step after it; the same three steps without a break,
+which must be equal to the last bit; PPO with critic and reference. Two runs at a time take about 100 s. Where memory
+serves as FOLDER, the checkpoints do not wait for a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlflow.tracking.records import Record
+from tools.gpu.report import emit
+from tools.gpu.runs import prompts, steps_of, train, write_config
+from tools.gpu.shapes import SHAPES, save
+
+SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=4, vocab_size=16_384)
+"""Heads and width of a real model; a checkpoint of it takes a second."""
+LEARNT = ("train/", "actor/", "mismatch/")
+"""Metrics that follow from the seed alone, unlike times and memory."""
+LARGEST_KL = 2e-3
+"""Of the log-probs of vLLM and trainer in bfloat16; a wrong weight gives more."""
+PROMPTS, PROMPT, STEPS = 16, 64, 3
+
+Sections = dict[str, dict[str, Any]]
+
+
+def grpo(on_gpu: bool = True) -> Sections:
+    """The configuration of GRPO; without a GPU as much of it as there is on a CPU."""
+    return {
+        "actor": {"micro_batch_tokens": 4096, "offload": on_gpu},
+        "optimizer": {"lr": 1e-5},
+        "rollout": {
+            "n": 4, "max_prompt_length": PROMPT, "max_response_length": 64, "kv_cache_gib": 1.0,
+            "max_num_seqs": 64, "sleep_level": 2 if on_gpu else 0,
+        },
+        "bridge": {"checksum": True},
+        "trainer": {"steps": STEPS, "prompts_per_step": PROMPTS, "deterministic": True, "export": True},
+    }  # fmt: skip
+
+
+def ppo(on_gpu: bool = True) -> Sections:
+    """The same with a critic and a moving reference, and two optimizer steps of each."""
+    changes: Sections = {
+        "algorithm": {
+            "advantage": "gae", "kl_coef": 1e-3, "kl_in": "reward", "kl_estimator": "k1", "mini_batches": 2,
+            "skip_zero_advantage": False,
+        },
+        "reference": {"update_every": 1, "ema": 0.5},
+        "trainer": {"steps": 2, "export": False, "deterministic": False},
+    }  # fmt: skip
+    return merged(grpo(on_gpu), changes)
+
+
+def merged(sections: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Mapping[str, Any]]) -> Sections:
+    """`changes` over `sections`, key by key."""
+    names = dict.fromkeys([*sections, *changes])
+    return {name: {**sections.get(name, {}), **changes.get(name, {})} for name in names}
+
+
+def differences(one: Sequence[Record], other: Sequence[Record]) -> list[str]:
+    """What was learnt otherwise in two runs: "step 2 actor/loss 0.1 0.2"; steps of one alone count too."""
+    found = []
+    for step in sorted({int(record["step"]) for record in (*one, *other)}):
+        mine, theirs = (next((r for r in run if r["step"] == step), {}) for run in (one, other))
+        for name in sorted(mine.keys() | theirs.keys()):
+            if name.startswith(LEARNT) and mine.get(name) != theirs.get(name):
+                found.append(f"step {step} {name} {mine.get(name)} {theirs.get(name)}")
+    return found
+
+
+def digest(config: Path) -> str:
+    """Of the weights that a run exported."""
+    total = hashlib.sha256()
+    for file in sorted((config.parent / "run" / "model").glob("*.safetensors")):
+        total.update(file.read_bytes())
+    return total.hexdigest()
+
+
+class Jobs:
+    """The runs, each of which returns whether it ended well, and what is then told of them."""
+
+    def __init__(self, folder: Path, overrides: Sequence[str], limit_s: float, on_gpu: bool) -> None:
+        self._overrides, self._limit = list(overrides), limit_s
+        model, texts = save(folder / "model", SHAPE), prompts(PROMPTS * STEPS, PROMPT)
+        broken = merged(grpo(on_gpu), {"trainer": {"save_every": 2}})
+        kinds = {"broken": broken, "whole": grpo(on_gpu), "ppo": ppo(on_gpu)}
+        self._configs = {name: write_config(folder / name, model, texts, kind) for name, kind in kinds.items()}
+
+    def run(self) -> bool:
+        """All runs, two at a time; whether all of them ended well and said what they should."""
+        lanes: list[Callable[[], list[bool]]] = [
+            lambda: [self._train("broken", "trainer.steps=2", "trainer.export=false"), self._train("broken")],
+            lambda: [self._train("whole"), self._train("ppo")],
+        ]
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            ended = [good for future in [pool.submit(lane) for lane in lanes] for good in future.result()]
+        told = [self._tell("broken", STEPS), self._tell("ppo", 2), self._tell_differences()]
+        return all(ended + told)
+
+    def _train(self, name: str, *overrides: str) -> bool:
+        return train(self._configs[name], [*self._overrides, *overrides], limit_s=self._limit)
+
+    def _tell(self, name: str, steps: int) -> bool:
+        """Steps made, with the gap of the log-probs; whether they are all there and sound."""
+        records = steps_of(self._configs[name])
+        seen = records[-1] if records else {}
+        shown = ("mismatch/kl", "actor/grad_norm", "critic/grad_norm", "sync/local_bytes", "time/step", "time/save")
+        told = {key: float(f"{seen[key]:.4g}") for key in shown if key in seen}
+        peak = max((value for key, value in seen.items() if key.startswith("memory/")), default=math.nan)
+        what = {"broken": "GRPO, saved and resumed: steps", "ppo": "PPO with critic and reference: steps"}[name]
+        emit("works", what, len(records), "", target=steps, details=told | {"peak_gib": round(peak, 2)})
+        return len(records) == steps and all(record["mismatch/kl"] < LARGEST_KL for record in records)
+
+    def _tell_differences(self) -> bool:
+        """Whether a broken run and a whole one have learnt the same to the last bit."""
+        broken, whole = self._configs["broken"], self._configs["whole"]
+        found = differences(steps_of(broken), steps_of(whole))
+        print("\n".join(found), flush=True)
+        same = digest(broken) == digest(whole)
+        emit(
+            "works", "deterministic, broken against whole: metrics that differ", len(found), "", target=0,
+            more_is_better=False, details={"weights": "equal" if same else "differ"},
+        )  # fmt: skip
+        return not found and same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="for models and runs, to keep; default: one that goes at the end")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="for each of the runs")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    arguments = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        try:
+            return int(not Jobs(folder, arguments.overrides, arguments.limit_s, on_gpu=True).run())
+        except Exception:
+            traceback.print_exc()
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
