@@ -46,7 +46,7 @@ def test_a_variant_is_measured_and_learns(world: World, tmp_path: Path) -> None:
 
 def test_mfu_is_operations_over_time_and_peak(capsys: pytest.CaptureFixture[str]) -> None:
     shape, work = SHAPES["0.5b"], Work()
-    seconds = Timing(0.11, 0.5, 0.16, None, 2**34, 12.0, 11.5)
+    seconds = Timing(0.11, 0.5, 0.16, None, 2**34, 2**35, 12.0, 11.5)
     report("0.5b", Variant("te", True, 1024), seconds, work, 0.8, judged=True)
     once, whole, scored = read(capsys.readouterr().out.splitlines())
     # The prototype's .110 s, of which it said MFU .47.

@@ -80,7 +80,8 @@ class Timing:
     whole_step: float  # all micro-batches, clipping and AdamW included
     log_probs: float  # of all micro-batches
     gpu: GpuWork | None  # of the forward and backward
-    peak: int  # of a whole step
+    peak: int  # of tensors, those that graphs hold while they are captured included
+    reserved: int  # the most that torch took of the GPU for them
     loss_before: float  # mean of −log-probs
     loss_after: float  # after `STEPS` steps on one micro-batch
 
@@ -109,7 +110,7 @@ def batch_of(sequences: int, work: Work, vocab: int) -> Batch:
 def measure(folder: Path, variant: Variant, work: Work) -> Timing:
     """Everything about a variant, on the model in `folder`; runs in a process of its own."""
     parallel.initialize(120, 0)
-    occupied = _allocated()
+    occupied = _leave_nothing()
     engine = Engine(
         load_architecture(folder), parallel.Grid(), dtype=torch.bfloat16, micro_batch_tokens=work.rows,
         optimizer=Optimizer(lr=LEARNING_RATE), share_prompts=False, logprob_chunk_tokens=variant.logprob_chunk_tokens,
@@ -119,24 +120,17 @@ def measure(folder: Path, variant: Variant, work: Work) -> Timing:
     vocab = engine.architecture.vocab
     one, several = (batch_of(count * work.sequences, work, vocab) for count in (1, work.micro_batches))
     train = partial(engine.train_step, objective=PolicyObjective(), lr=LEARNING_RATE)
-    before = _loss(engine, one)
+    loss_before = _loss(engine, one)
     for _ in range(STEPS):
         train(one)
-    after = _loss(engine, one)
+    loss_after = _loss(engine, one)
     with _without_optimizer(engine):
         forward_backward = seconds_of(partial(train, one), warm_up=2, repeats=7)
         gpu = gpu_work(partial(train, one))
-    _reset_peak()
     whole_step = seconds_of(partial(train, several), warm_up=1, repeats=3)
-    return Timing(
-        forward_backward=forward_backward,
-        whole_step=whole_step,
-        log_probs=seconds_of(partial(engine.log_probs, several, 1.0), warm_up=1, repeats=3),
-        gpu=gpu,
-        peak=_peak() - occupied,
-        loss_before=before,
-        loss_after=after,
-    )
+    log_probs = seconds_of(partial(engine.log_probs, several, 1.0), warm_up=1, repeats=3)
+    peak, reserved = (most - before for most, before in zip(_most_memory(), occupied, strict=True))
+    return Timing(forward_backward, whole_step, log_probs, gpu, peak, reserved, loss_before, loss_after)
 
 
 def matrix_rate() -> float:
@@ -156,29 +150,28 @@ def _loss(engine: Engine, batch: Batch) -> float:
     return -float(engine.log_probs(batch, 1.0).double().mean())
 
 
-def _allocated() -> int:
-    """Bytes that an earlier variant left in this process."""
+def _leave_nothing() -> tuple[int, int]:
+    """Free what earlier variants left in this process, and begin to look for peaks; bytes that stay nevertheless."""
     gc.collect()
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
-
-
-def _reset_peak() -> None:
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    return _most_memory()
 
 
-def _peak() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+def _most_memory() -> tuple[int, int]:
+    """Bytes of tensors, and of what torch took for them."""
+    if not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def report(name: str, variant: Variant, timing: Timing, work: Work, bound: float | None, *, judged: bool) -> None:
     """Three measurements of a variant; `judged` tells whether targets are meant for it."""
     shape, target = SHAPES[name], TARGETS[variant.spec][name] if judged else None
     common = {"target": target, "bound": bound, "against": f"bf16 product of {MATRIX}³"}
-    details = {"peak_gib": round(timing.peak / GIB, 2), "loss": round(timing.loss_after, 4)}
+    memory = {"peak_gib": round(timing.peak / GIB, 2), "reserved_gib": round(timing.reserved / GIB, 2)}
+    details = memory | {"loss": round(timing.loss_after, 4)}
     if timing.gpu is not None:
         busy = timing.gpu.busy / timing.forward_backward
         details = {"kernels": timing.gpu.kernels, "busy": round(busy, 3)} | details
