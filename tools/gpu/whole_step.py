@@ -39,6 +39,11 @@ TARGET = 1.5
 """Times the roofline that a step may take."""
 STEPS = {"0.5b": 3, "1.5b": 2}
 """Of a run, with the one that warms up."""
+ACTOR = {
+    "0.5b": {"micro_batch_tokens": 16 * 1280, "logprob_chunk_tokens": 16 * 1280, "cuda_graphs": True},
+    "1.5b": {"micro_batch_tokens": 12 * 1280, "logprob_chunk_tokens": 12 * 1280},
+}
+"""Whole samples fill a micro-batch, and all its logits exist at once; graphs pay for the smaller model only."""
 BYTES = 2  # of a weight, a key or a value in bfloat16
 
 
@@ -91,10 +96,10 @@ def of_phase(parts: dict[str, float], phase: str) -> float:
     return sum(seconds for name, seconds in parts.items() if phase in ("step", name.split("/")[0]))
 
 
-def sections(work: Work, steps: int) -> dict[str, dict[str, Any]]:
+def sections(shape: str, work: Work, steps: int) -> dict[str, dict[str, Any]]:
     """What the configuration of a run says of the work, and how the GPU is used for it."""
     return {
-        "actor": {"micro_batch_tokens": 16_384, "logprob_chunk_tokens": 16_384},
+        "actor": ACTOR[shape],
         "rollout": {
             "n": work.n, "max_prompt_length": work.prompt, "max_response_length": work.response, "ignore_eos": True,
             "max_num_seqs": work.samples, "kv_cache_gib": 48.0,  # no more is taken than so many sequences fill
@@ -160,7 +165,7 @@ def measure(name: str, steps: int, folder: Path, overrides: Sequence[str], limit
     """Run a shape and report it, also where the run was cut off behind its second step; whether it ended well."""
     model = save(folder / "model" / name, name)
     texts = prompts(work.prompts * steps, work.prompt)
-    config = write_config(folder / name, model, texts, sections(work, steps))
+    config = write_config(folder / name, model, texts, sections(name, work, steps))
     good = train(config, overrides, limit_s=limit_s)
     done = steps_of(config)
     if len(done) > 1 or (good and done):
