@@ -20,6 +20,7 @@ class PhaseMemory:
         self._peaks: dict[str, int] = {}
         self._running: list[int] = []  # peaks so far of the phase at work and its parts
         self._before = 0  # of what no peak is known of, when it was last looked at
+        self._in_graphs = 0  # what captured graphs keep of the GPU for their replays
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -32,8 +33,13 @@ class PhaseMemory:
             self._peaks[name] = max(self._running.pop(), self._peaks.get(name, 0))
 
     def take(self) -> dict[str, float]:
-        """`memory/<phase>_gib` of the phases since the last call."""
+        """`memory/<phase>_gib` of the phases since the last call.
+
+        What graphs were captured meanwhile keep counts from now on; until then it is counted as they allocate it.
+        """
         peaks, self._peaks = self._peaks, {}
+        if torch.cuda.is_initialized():
+            self._in_graphs = kept_by_graphs()
         return {f"memory/{name}_gib": peak / GIB for name, peak in peaks.items()}
 
     def _note(self) -> None:
@@ -46,11 +52,11 @@ class PhaseMemory:
 
         The driver counts what vLLM's engine and NCCL have mapped. Memory of a sleeping engine is allocated for torch
         and not there for the driver: the difference of the two leaves it out. Of what changes outside torch within a
-        phase the larger of both ends counts.
+        phase the larger of both ends counts. Graphs keep memory that torch has not given out, and nobody else can have.
         """
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
-        peak = torch.cuda.max_memory_allocated() + max(outside, self._before)
+        peak = torch.cuda.max_memory_allocated() + max(outside, self._before) + self._in_graphs
         torch.cuda.reset_peak_memory_stats()
         self._before = outside
         return peak
@@ -60,6 +66,16 @@ class PhaseMemory:
         resident = self._process.memory_info().rss
         peak, self._before = max(resident, self._before), resident
         return peak
+
+
+def kept_by_graphs() -> int:
+    """Bytes that the pools of captured graphs hold for replays, without tensors in them that are alive.
+
+    torch walks over all its blocks for this, which takes milliseconds: ask once a step.
+    """
+    segments = torch.cuda.memory_snapshot()
+    private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
 
 
 def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:

@@ -104,11 +104,13 @@ def train(run: Run) -> None:
 def hand_over(run: Run) -> dict[str, float]:
     """Give the rollout the actor's weights, in the order that needs least memory: its weights, then its cache."""
     actor = run.roles.actor
-    actor.residency.load("weights")
-    run.rollout.wake_weights()
-    traffic = run.rollout.sync(actor.layout, actor.parameters_by_name())
-    actor.residency.offload()
-    run.rollout.wake_kv_cache()
+    with run.tracker.phase("sync/weights"):
+        actor.residency.load("weights")
+        run.rollout.wake_weights()
+        traffic = run.rollout.sync(actor.layout, actor.parameters_by_name())
+        actor.residency.offload()
+    with run.tracker.phase("sync/cache"):
+        run.rollout.wake_kv_cache()
     return {"sync/local_bytes": traffic.local, "sync/received_bytes": traffic.received, "sync/sent_bytes": traffic.sent}
 
 

@@ -14,16 +14,23 @@ class FakeGPU:
     """An allocator as torch sees it, and memory besides it that only the driver counts; in GiB."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated = self.peak = self.outside = self.asleep = 0.0
+        self.allocated = self.peak = self.outside = self.asleep = self.pool = 0.0
         for name, value in {
             "is_initialized": lambda: True,
             "mem_get_info": lambda: (int((80 - self.peak_ever - self.outside + self.asleep) * GIB), 80 * GIB),
             "memory_reserved": lambda: int(self.peak_ever * GIB),
             "max_memory_allocated": lambda: int(self.peak * GIB),
             "reset_peak_memory_stats": self.reset,
+            "memory_snapshot": lambda: [self.segment((0, 0), self.allocated), self.segment((0, 1), 0.0)],
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         self.peak_ever = 0.0
+
+    def segment(self, pool: tuple[int, int], allocated: float) -> dict[str, Any]:
+        """All of torch's memory as one block, or that of captured graphs."""
+        size = self.pool if pool != (0, 0) else self.peak_ever - self.pool
+        sizes = {"total_size": int(size * GIB), "allocated_size": int(allocated * GIB)}
+        return {"segment_pool_id": pool, **sizes}
 
     def reset(self) -> None:
         self.peak = self.allocated
@@ -55,6 +62,20 @@ def test_a_gpus_phases_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch) 
         "memory/sync_gib": 32,  # engine, 2 + 5 + 4, outside
     })  # fmt: skip
     assert memory.take() == {}
+
+
+def test_what_graphs_keep_counts_once_they_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture allocates 8 and lets go of them, which its replays use all the same; 2 are tensors of others."""
+    gpu, memory = FakeGPU(monkeypatch), PhaseMemory()
+    gpu.allocate(2)
+    with memory.phase("update"):
+        gpu.allocate(8)
+        gpu.allocate(-8)
+        gpu.pool = 8.0
+    assert memory.take() == {"memory/update_gib": 10.0}
+    with memory.phase("update"):
+        pass
+    assert memory.take() == {"memory/update_gib": 10.0}
 
 
 def test_a_process_counts_its_resident_set() -> None:

@@ -55,7 +55,8 @@ def test_weights_are_written_while_the_cache_sleeps():
     residency = SimpleNamespace(load=lambda *_: None, offload=lambda *_: None)
     actor = SimpleNamespace(layout=3, parameters_by_name=lambda: {"received": 4}, residency=residency)
     rollout.lifecycle.sleep()
-    moved = hand_over(SimpleNamespace(rollout=rollout, roles=SimpleNamespace(actor=actor)))
+    tracker = SimpleNamespace(phase=lambda name: nullcontext())
+    moved = hand_over(SimpleNamespace(rollout=rollout, roles=SimpleNamespace(actor=actor), tracker=tracker))
     assert rollout.held_at_sync == [BYTES["weights"]]
     assert rollout.memory.held == sum(BYTES.values())
     rollout.lifecycle.require_ready()
