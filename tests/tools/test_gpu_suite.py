@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
 from tools import gpu_suite
 from tools.gpu.correctness import read_log
-from tools.gpu.processes import run_within
+from tools.gpu.processes import FAREWELL_SECONDS, run_within
 from tools.gpu.report import Measurement, emit, read
 from tools.gpu_suite import Outcome, Part, table, write
 
@@ -35,15 +36,19 @@ def test_measurements_are_found_among_other_lines(capsys: pytest.CaptureFixture[
     assert OTHER.meets_target is None
 
 
-def test_a_program_ends_at_its_limit_with_what_it_started(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    child = "import time; time.sleep(3); print('the child lives', flush=True)"
-    script = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+@pytest.mark.parametrize("session", [False, True], ids=["in its session", "in another"])
+def test_a_program_ends_at_its_limit_with_what_it_started(tmp_path: Path, session: bool) -> None:
+    program = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen(['sleep', '60'], start_new_session={session})\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()"
+    )
     begin = time.monotonic()
-    assert run_within([sys.executable, "-c", script], log, 1.0) is None
-    assert time.monotonic() - begin < 2.5
-    time.sleep(2.5)
-    assert log.read_text() == "begun\n"
+    assert run_within([sys.executable, "-c", program], tmp_path / "log", 2.0) is None
+    assert time.monotonic() - begin < 2.0 + FAREWELL_SECONDS
+    child = int((tmp_path / "log").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_program_that_ends_in_time_gives_its_status(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 FAREWELL_SECONDS = 5.0  # between asking a program to end and ending it
 
 
@@ -24,13 +26,23 @@ def run_within(
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
+        started = _descendants(process.pid)  # those in sessions of their own, too
         _signal(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(FAREWELL_SECONDS)
+        for descendant in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
         return None
     finally:
         _signal(process.pid, signal.SIGKILL)  # whatever of its session is left
         process.wait()
+
+
+def _descendants(process: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).children(recursive=True)
+    return []
 
 
 def _signal(session: int, number: int) -> None:
