@@ -156,6 +156,7 @@ def start(config: Config) -> None:
         logging.getLogger(package).setLevel(level)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

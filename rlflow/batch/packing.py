@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class MicroBatch:
     token_index: Tensor  # int64 [R], where the response token lies in the batch's `tokens` fields
     sample_index: Tensor  # int64 [R], which response of the micro-batch has the token, empty ones not counted: below R
     padding: int  # rows of padding in T
+    # Where prompts are shared: the rows that each segment attends to, its prefix and then its own, one after the other;
+    # None where segments see themselves alone.
+    seen_rows: Tensor | None = None  # int64 [K]
+    cu_seen: Tensor | None = None  # int32 [segments + 1], their bounds
+    max_seen: int = 0
     last_rows: Tensor | None = None  # int64 [S], row of the last response token, or of the prompt's if there is none
     last_samples: Tensor | None = None  # int64 [S], the batch's samples; both None unless last rows were asked for
     # The part of one context-parallel rank: its T / size rows; `segments`, their bounds, `padding`, `token_index`,
@@ -192,6 +198,7 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
         token_index=token_index,
         sample_index=sample_index,
         padding=len(source) - len(real),
+        **_seen(rows.segments),
         last_rows=last_rows if layout.with_last else None,
         last_samples=_columns(rows.samples, 3)[0] if layout.with_last else None,
     )
@@ -213,6 +220,20 @@ def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, 
     last_rows = torch.where(lengths > 0, starts + lengths - 1, prompt_ends)
     numbers = (lengths > 0).cumsum(0) - 1
     return predict_at, spans(places, lengths), numbers.repeat_interleave(lengths), last_rows
+
+
+def _seen(segments: Sequence[Segment]) -> dict[str, Any]:
+    """The rows that segments see, unless all have none but their own."""
+    prefix_start, prefix_end, start, end = _columns(segments, 4)
+    if torch.equal(prefix_start, prefix_end):
+        return {}
+    starts, lengths = torch.stack([prefix_start, start], 1), torch.stack([prefix_end - prefix_start, end - start], 1)
+    seen = lengths.sum(1)
+    return {
+        "seen_rows": spans(starts.flatten(), lengths.flatten()),
+        "cu_seen": torch.nn.functional.pad(seen.cumsum(0), (1, 0)).to(torch.int32),
+        "max_seen": int(seen.max()),
+    }
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from rlflow.models.config import transformer_config
 from rlflow.models.log_probs import VocabShard, token_log_probs
-from rlflow.models.packed import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
+from rlflow.models.packed import PackedInput, Scoring, pack_input
 from rlflow.models.policy import PolicyModel, build_policy, fits_transformer_engine, has_transformer_engine
 from rlflow.models.stages import split_layers
 from rlflow.models.value import ValueModel, build_value
@@ -21,8 +21,7 @@ __all__ = [
     "build_value",
     "fits_transformer_engine",
     "has_transformer_engine",
-    "pack_for_local_spec",
-    "pack_for_te_spec",
+    "pack_input",
     "split_layers",
     "token_log_probs",
     "transformer_config",

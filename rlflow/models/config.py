@@ -16,6 +16,7 @@ from megatron_bridge.families import Architecture
 from rlflow.errors import UserError
 from rlflow.limits import check_limits
 from rlflow.models.layers import variant_of
+from rlflow.models.weight_gradient import add_weight_gradients
 from rlflow.parallel import Grid
 
 Recompute = Literal["none", "selective", "full"]
@@ -40,10 +41,10 @@ _ALWAYS: dict[str, Any] = {
     "init_method": torch.nn.init.zeros_,
     "output_layer_init_method": torch.nn.init.zeros_,
     "embedding_init_method": torch.nn.init.zeros_,
-    "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,  # core attention rotates, by positions that packing decides
     "bias_activation_fusion": False,
     "use_te_activation_func": True,  # despite its name: take the activation from the layer spec
 }
@@ -84,7 +85,8 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "deterministic_mode": deterministic,
-        "apply_rope_fusion": transformer_engine,
+        "transformer_impl": "transformer_engine" if transformer_engine else "local",
+        "gradient_accumulation_fusion": not transformer_engine and add_weight_gradients(dtype),
     }
     if virtual_pipeline > 1:
         values |= _INTERLEAVED | {"virtual_pipeline_model_parallel_size": virtual_pipeline}

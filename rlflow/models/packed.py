@@ -35,24 +35,23 @@ class Scoring:
 class PackedInput(PackedSeqParams):
     """megatron's packing parameters and ours.
 
-    `qkv_format` is "thd" for Transformer Engine. The local spec says "sbhd", so that megatron leaves the rows as one
-    sequence of a batch of one, and does by itself what differs between sequences.
+    `qkv_format` is "sbhd", so that megatron leaves the rows as one sequence of a batch of one, and does by itself what
+    differs between sequences. The kernel for packed sequences knows them by their bounds, if it is what computes them.
     """
 
     rotation: RotationTable = field(default=None)  # type: ignore[assignment]
     plan: AttentionPlan | None = None
     windowed: AttentionInput | None = None  # for layers that have a window
-    seen_rows: Tensor | None = None  # int64, for the kernel: the keys of each chunk among the gathered ones; None: all
+    seen_rows: Tensor | None = None  # int64, for the kernel: the keys of each segment, one after the other; None: all
     scoring: Scoring = field(default=None)  # type: ignore[assignment]
     experts: ExpertRows | None = None  # for routers
 
 
-def pack_for_local_spec(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
+def pack_input(micro_batch: MicroBatch, ropes: Ropes, dtype: torch.dtype, scoring: Scoring) -> PackedInput:
     """Rotations and attention plans of a micro-batch that lies on its device already, or of a rank's part of one."""
     device = micro_batch.token_ids.device
     segments, gathered = own_part(micro_batch)
-    shares = any(prefix_end > prefix_start for prefix_start, prefix_end, _, _ in micro_batch.segments)
-    fused = device.type == "cuda" and dtype != torch.float32 and not shares
+    fused = device.type == "cuda" and dtype != torch.float32
 
     def attention(rope: Rope, window: int) -> AttentionInput:
         plan = None if fused else plan_attention(segments, device, dtype, window, gathered)
@@ -81,7 +80,7 @@ def own_part(micro_batch: MicroBatch) -> tuple[list[Segment], Gathered | None]:
 def kernel_bounds(micro_batch: MicroBatch, segments: list[Segment], gathered: Gathered | None) -> dict[str, Any]:
     """What the kernel for packed sequences must know of queries and keys."""
     if gathered is None:
-        return _same_bounds(micro_batch)
+        return _own_bounds(micro_batch)
     prefix_start, _, start, end = torch.tensor(segments).unbind(1)
     queries, keys = end - start, end - prefix_start  # a chunk follows its prefix
     device = gathered.places.device
@@ -95,17 +94,13 @@ def kernel_bounds(micro_batch: MicroBatch, segments: list[Segment], gathered: Ga
     }
 
 
-def _same_bounds(micro_batch: MicroBatch) -> dict[str, Any]:
-    """Sequences that lie whole on a rank."""
+def _own_bounds(micro_batch: MicroBatch) -> dict[str, Any]:
+    """Sequences that lie whole on a rank, with their prompts or behind them."""
+    shares = micro_batch.seen_rows is not None
     return {
         "cu_seqlens_q": micro_batch.cu_seqlens,
-        "cu_seqlens_kv": micro_batch.cu_seqlens,
+        "cu_seqlens_kv": micro_batch.cu_seen if shares else micro_batch.cu_seqlens,
         "max_seqlen_q": micro_batch.max_seqlen,
-        "max_seqlen_kv": micro_batch.max_seqlen,
+        "max_seqlen_kv": micro_batch.max_seen if shares else micro_batch.max_seqlen,
+        "seen_rows": micro_batch.seen_rows,
     }
-
-
-def pack_for_te_spec(micro_batch: MicroBatch, scoring: Scoring) -> PackedInput:
-    """Transformer Engine knows sequences by their bounds and rotates by them; it cannot share prompts."""
-    assert micro_batch.context_size == 1, "context-parallel ranks take the local spec"
-    return PackedInput(qkv_format="thd", scoring=scoring, **_same_bounds(micro_batch))

@@ -94,9 +94,9 @@ class Engine:
     ) -> None:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
-        transformer_engine = _takes_transformer_engine(transformer_engine, architecture, grid, dtype)
+        transformer_engine = _takes_transformer_engine(transformer_engine, architecture, dtype)
         cuda_graphs = cuda_graphs and device().type == "cuda"
-        self.share_prompts = share_prompts and not transformer_engine and not cuda_graphs and grid.cp == 1
+        self.share_prompts = share_prompts and grid.cp == 1
         self.layout = _layout(architecture, grid, virtual_pipeline, transformer_engine)
         self.routing = _routing_shape(architecture) if router_replay else None
         self.chunks: list[Model] = []
@@ -186,7 +186,7 @@ class Engine:
         if self.routing is not None:
             tokens = torch.cat([batch.prompt_tokens[ROUTING], batch.tokens[ROUTING]])
             routing = tokens.to(device()).unflatten(1, self.routing[:2])
-        return Forward(self.grid, self.layout.spec, self.dtype, routing=routing, **how)
+        return Forward(self.grid, self.dtype, routing=routing, **how)
 
     def _from_last_stage(self, found: Tensor) -> None:
         if self.grid.is_member and self.grid.pp > 1:
@@ -363,12 +363,11 @@ def _routing_shape(arch: Architecture) -> RoutingShape:
     return RoutingShape(len(arch.expert_layers), arch.experts.per_token, arch.experts.count)
 
 
-def _takes_transformer_engine(asked: bool | None, arch: Architecture, grid: Grid, dtype: torch.dtype) -> bool:
-    """Whether its layers are taken: by default where they can be, and sequences lie whole on a rank."""
+def _takes_transformer_engine(asked: bool | None, arch: Architecture, dtype: torch.dtype) -> bool:
+    """Whether its layers are taken: by default where they can be."""
     lacks = {
         "is not installed for the device and dtype": not has_transformer_engine(dtype),
         "does not compute this model": not fits_transformer_engine(arch),
-        "is not used with context parallelism": grid.cp > 1,
     }
     reason = next((words for words, holds in lacks.items() if holds), None)
     if asked and reason:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import MicroBatch
-from rlflow.models import PackedInput, Scoring, pack_for_local_spec, pack_for_te_spec
+from rlflow.models import PackedInput, Scoring, pack_input
 from rlflow.models.context import gather_predictions
 from rlflow.models.routing import expert_rows
 from rlflow.parallel import Grid
@@ -32,7 +32,6 @@ class Forward:
     """How the micro-batches of one pass go through a stage's chunk."""
 
     grid: Grid
-    spec: str  # the layers', "local" or "te"
     dtype: torch.dtype
     temperature: float = 1.0
     with_entropy: bool = False
@@ -51,10 +50,7 @@ class Forward:
 
     def _pack(self, local: MicroBatch, model: Any) -> PackedInput:
         scoring = Scoring(local.predict_at, local.targets, self.temperature, self.with_entropy)
-        if self.spec == "te":
-            packed = pack_for_te_spec(local, scoring)
-        else:
-            packed = pack_for_local_spec(local, model.ropes, self.dtype, scoring)
+        packed = pack_input(local, model.ropes, self.dtype, scoring)
         packed.experts = expert_rows(local, self.routing)
         return packed
 

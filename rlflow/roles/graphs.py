@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ LENGTHS = 8
 WARM_UP = 2
 """Micro-batches of a shape that are computed before one is captured."""
 
+ROWS = ("token_ids", "position_ids", "predict_at", "targets", "sample_index", "last_rows", "seen_rows")
+BOUNDS = ("cu_seqlens", "cu_seen")
+"""What of a micro-batch a graph reads."""
+
 PER_SAMPLE = "last"
 """The result that has a value for each sample of a micro-batch; others have one for each response token, or one."""
 
@@ -45,6 +50,8 @@ class Shape(NamedTuple):
     longest: int  # rows of a sequence
     scored: int  # response tokens
     samples: int  # with values at their last tokens
+    seen: int  # rows that sequences see, where they share prompts
+    longest_seen: int
 
     @staticmethod
     def of(micro_batch: MicroBatch) -> Shape:
@@ -58,6 +65,8 @@ class Shape(NamedTuple):
             _power_of_two(micro_batch.max_seqlen, at_least=256),
             max(part, -(-scored // part) * part),
             0 if last is None else _power_of_two(len(last), at_least=8),
+            0 if micro_batch.seen_rows is None else -(-len(micro_batch.seen_rows) // part) * part,
+            0 if micro_batch.seen_rows is None else _power_of_two(micro_batch.max_seen, at_least=256),
         )
 
 
@@ -131,20 +140,22 @@ class MicroBatchGraphs:
 
 def _padded(micro_batch: MicroBatch, shape: Shape) -> MicroBatch:
     """Room for micro-batches of a shape, with zeros where the numbers of one come."""
-    device = micro_batch.token_ids.device
-    rows, scored = (torch.zeros(size, dtype=torch.int64, device=device) for size in (shape.rows, shape.scored))
-    last = None if micro_batch.last_rows is None else torch.zeros(shape.samples, dtype=torch.int64, device=device)
+    zeros = partial(torch.zeros, dtype=torch.int64, device=micro_batch.token_ids.device)
+    shares = micro_batch.seen_rows is not None
     return replace(
         micro_batch,
-        token_ids=rows.clone(),
-        position_ids=rows.clone(),
+        token_ids=zeros(shape.rows),
+        position_ids=zeros(shape.rows),
         segments=[],  # the kernel for packed sequences knows them by their bounds
-        cu_seqlens=torch.zeros(shape.sequences + 1, dtype=torch.int32, device=device),
+        cu_seqlens=zeros(shape.sequences + 1, dtype=torch.int32),
         max_seqlen=shape.longest,
-        predict_at=scored.clone(),
-        targets=scored.clone(),
-        sample_index=scored.clone(),
-        last_rows=last,
+        seen_rows=zeros(shape.seen) if shares else None,
+        cu_seen=zeros(shape.sequences + 1, dtype=torch.int32) if shares else None,
+        max_seen=shape.longest_seen,
+        predict_at=zeros(shape.scored),
+        targets=zeros(shape.scored),
+        sample_index=zeros(shape.scored),
+        last_rows=None if micro_batch.last_rows is None else zeros(shape.samples),
     )
 
 
@@ -155,20 +166,16 @@ def _fill(captured: Captured, micro_batch: MicroBatch, fields: Fields) -> None:
     weights and mask among them, are zero there.
     """
     held = captured.micro_batch
-    for name in ("token_ids", "position_ids", "predict_at", "targets", "sample_index", "last_rows"):
-        values = getattr(micro_batch, name)
-        if values is not None:
-            _write(getattr(held, name), values)
-    bounds = micro_batch.cu_seqlens
-    held.cu_seqlens[: len(bounds)] = bounds
-    held.cu_seqlens[len(bounds) :] = bounds[-1]
+    for name in (*ROWS, *BOUNDS):
+        if (values := getattr(micro_batch, name)) is not None:
+            _write(getattr(held, name), values, values[-1] if name in BOUNDS else 0)
     for name, values in fields.items():
-        _write(captured.fields[name], values)
+        _write(captured.fields[name], values, 0)
 
 
-def _write(held: Tensor, values: Tensor) -> None:
+def _write(held: Tensor, values: Tensor, behind: Tensor | int) -> None:
     held[: len(values)] = values
-    held[len(values) :] = 0
+    held[len(values) :] = behind
 
 
 def _own(value: Tensor, name: str, micro_batch: MicroBatch) -> Tensor:

@@ -27,13 +27,13 @@ def attend_and_learn(
     micro_batch: MicroBatch, dtype: torch.dtype, window: int, states: list[Tensor], upstream: Tensor
 ) -> list[Tensor]:
     """Output of the attention of the micro-batch, or of a rank's part of it, and gradients, in float32."""
-    from rlflow.models import Scoring, pack_for_local_spec
+    from rlflow.models import Scoring, pack_input
     from rlflow.models.attention import attend, attend_varlen
     from rlflow.models.rope import Rope, Ropes, inverse_frequencies
 
     rope = Rope(inverse_frequencies(1e4, SIZE))
     scoring = Scoring(micro_batch.predict_at, micro_batch.targets)
-    packed = pack_for_local_spec(micro_batch, Ropes(rope, rope, WINDOW).to(torch.device("cuda")), dtype, scoring)
+    packed = pack_input(micro_batch, Ropes(rope, rope, WINDOW).to(torch.device("cuda")), dtype, scoring)
     plan = packed.windowed.plan if window and packed.windowed is not None else packed.plan
     query, key, value = (each.to(dtype, copy=True).requires_grad_() for each in states)
     if plan is None:

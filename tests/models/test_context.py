@@ -25,23 +25,22 @@ def packed_for(size: int) -> MicroBatch:
 def core_attention(kind: str, size: int) -> tuple[Any, int, int]:
     """A core attention over so many ranks, its number of key heads and the size of its values."""
     from rlflow.models.attention import PackedAttention, WindowAttention
-    from rlflow.models.latent import LatentAttention
 
     groups = SimpleNamespace(cp=dist.group.WORLD) if size > 1 else None
     config = SimpleNamespace(kv_channels=SIZE)
     if kind == "latent":
-        return LatentAttention(config, 0.3, groups), HEADS, VALUE
+        return PackedAttention(config, 0.3, groups), HEADS, VALUE
     return (WindowAttention if kind == "window" else PackedAttention)(config, 0.3, groups), GROUPS, SIZE
 
 
 def attend_and_learn(kind: str, micro_batch: MicroBatch, inputs: list[Tensor], upstream: Tensor) -> list[Tensor]:
     """Output of an attention, and the gradients of its inputs."""
-    from rlflow.models import Scoring, pack_for_local_spec
+    from rlflow.models import Scoring, pack_input
     from rlflow.models.rope import Rope, Ropes, inverse_frequencies
 
     rope = Rope(inverse_frequencies(1e4, SIZE))
     scoring = Scoring(micro_batch.predict_at, micro_batch.targets)
-    packed = pack_for_local_spec(micro_batch, Ropes(rope, rope, WINDOW), torch.float32, scoring)
+    packed = pack_input(micro_batch, Ropes(rope, rope, WINDOW), torch.float32, scoring)
     attention, _, _ = core_attention(kind, micro_batch.context_size)
     leaves = [states.clone().requires_grad_() for states in inputs]
     out = attention(*(leaf.unsqueeze(1) for leaf in leaves), None, packed_seq_params=packed)[:, 0]

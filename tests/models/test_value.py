@@ -47,7 +47,7 @@ def values(folder: Path, grid_options: dict[str, Any], sequence_parallel: bool) 
 
     from rlflow import parallel
     from rlflow.batch import pack
-    from rlflow.models import Scoring, pack_for_local_spec
+    from rlflow.models import Scoring, pack_input
 
     grid, model, bound = build(folder, grid_options, sequence_parallel)
     batch = random_batch()
@@ -57,7 +57,7 @@ def values(folder: Path, grid_options: dict[str, Any], sequence_parallel: bool) 
     def step(micro_batches: Any, stage: Any) -> Any:
         micro_batch = next(micro_batches)
         scoring = Scoring(micro_batch.predict_at, micro_batch.targets)
-        input_ = pack_for_local_spec(micro_batch, stage.ropes, torch.float32, scoring)
+        input_ = pack_input(micro_batch, stage.ropes, torch.float32, scoring)
         output = stage(micro_batch.token_ids[None], micro_batch.position_ids[None], None, packed_seq_params=input_)
 
         def loss(scores: Tensor) -> Any:

@@ -38,7 +38,27 @@ def test_shapes_hold_their_micro_batches() -> None:
 def test_an_empty_micro_batch_has_a_shape() -> None:
     batch = random_batch(prompt_lengths=(5,), responses=1, longest=4)
     (micro_batch,) = pack(batch, [[]], share_prompts=False, multiple=64)
-    assert Shape.of(micro_batch) == Shape(64, 8, 256, 8, 0)
+    assert Shape.of(micro_batch) == Shape(
+        rows=64, sequences=8, longest=256, scored=8, samples=0, seen=0, longest_seen=0
+    )
+
+
+def test_sequences_that_share_prompts_see_these_too() -> None:
+    """Two prompts of 20 and 30 tokens, two responses each: rows 0-19 are seen by the prompt and both responses."""
+    batch = random_batch(prompt_lengths=(20, 30), responses=2, longest=40)
+    (micro_batch,) = pack(batch, [[0, 1, 2, 3]], share_prompts=True, multiple=256)
+    assert micro_batch.seen_rows is not None
+    assert micro_batch.cu_seen is not None
+    segments, bounds = micro_batch.segments, micro_batch.cu_seen.tolist()
+    assert len(segments) == len(bounds) - 1
+    for (prefix_start, prefix_end, start, end), first, last in zip(segments, bounds, bounds[1:], strict=False):
+        seen = micro_batch.seen_rows[first:last].tolist()
+        assert seen == [*range(prefix_start, prefix_end), *range(start, end)]
+    shape = Shape.of(micro_batch)
+    assert len(micro_batch.seen_rows) <= shape.seen < len(micro_batch.seen_rows) + 32
+    held = _padded(micro_batch, shape)
+    _fill(Captured(None, held, {}, {}), micro_batch, {})  # type: ignore[arg-type]
+    assert held.cu_seen.tolist() == bounds + [bounds[-1]] * (9 - len(bounds))
 
 
 def test_what_is_padded_counts_for_nothing() -> None:
