@@ -31,6 +31,14 @@ def mlp_submodules(mlp: Any) -> list[Any]:
     return [found]
 
 
+@functools.cache
+def layers_take_residual() -> bool:
+    """Whether a layer of megatron-core goes on with the second result of a norm that has two (0.19 does)."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return "isinstance(pre_mlp_layernorm_output, tuple)" in inspect.getsource(TransformerLayer)
+
+
 def mend_latent_attention() -> None:
     """Before megatron-core builds latent attention: its module asks classes of Transformer Engine that are not there.
 
@@ -200,6 +208,26 @@ def vllm_runner(llm: Any) -> Any:
 def vllm_model(llm: Any) -> torch.nn.Module:
     """The live model of an engine that runs in this process."""
     return vllm_runner(llm).get_model()
+
+
+def vllm_keeps_state_on_gpu(llm: Any) -> bool:
+    """Whether an engine's runner takes decode steps that name requests only: vLLM's second, without pipeline stages.
+
+    What such a step must hold is the same in 0.26 and 0.32; other versions are not known to agree.
+    """
+    import vllm
+
+    release = vllm.__version__.split(".")[:2]
+    second = type(vllm_runner(llm)).__module__ == "vllm.v1.worker.gpu.model_runner"
+    stages = llm.llm_engine.vllm_config.parallel_config.pipeline_parallel_size
+    queued = llm.llm_engine.engine_core.engine_core.batch_queue is not None
+    return release in (["0", "26"], ["0", "32"]) and second and stages == 1 and queued
+
+
+def vllm_waiting(scheduler: Any) -> Any:
+    """The request that a scheduler would admit next, None if none waits; its queues' names differ by version."""
+    queues = (getattr(scheduler, name, None) for name in ("skipped_waiting", "kv_holding_waiting", "waiting"))
+    return next((queue.peek_request() for queue in queues if queue), None)
 
 
 def vllm_scheduler(llm: Any) -> Any:

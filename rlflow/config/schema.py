@@ -253,6 +253,10 @@ class Rollout:
     )  # fmt: skip
     deterministic: bool = key("Seed each sample by itself, so that samples do not depend on the layout; slower.", False)
     cuda_graphs: bool = key("Decode with CUDA graphs; without CUDA there are none.", True)
+    match_trainer: bool = key(
+        "Compute logits in float32 from the head's 16-bit factors, in the rollout and in the actor: their log-probs "
+        "differ less, for twice the memory of logits.", False,
+    )  # fmt: skip
     sleep_level: int = key("What vLLM frees during training: 0 nothing, 1 weights to the host, 2 weights.", 2,
                            minimum=0, maximum=2)  # fmt: skip
     kv_cache_gib: float = key("Size of the KV cache of each rank, GiB.", 4.0, above=0)

@@ -19,7 +19,7 @@ from megatron_bridge.families.architecture import Architecture
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
 from rlflow.parallel.sub_world import restore_environment
-from rlflow.rollout import routing
+from rlflow.rollout import decoding, routing
 from rlflow.rollout.seeds import preserved_generators
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 LATENT_BLOCK_TOKENS = 128  # the largest cache block of vLLM's latent attentions, which choose it
+GRAPHS = 16  # evenly spaced batch sizes with a CUDA graph each
 BLOCK_TOKENS = 32  # the smallest cache block of the CPU's fast attention: small blocks share more of a short prompt
 
 # In-process scheduler (external_launcher demands it), no progress reports, no look-ups on the network.
@@ -69,8 +70,11 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
             compat.start_vllm_cpu_stage(llm)
             if with_routing:
                 routing.RoutingRecorder(llm, architecture)
-        elif with_routing and dist.get_rank() % config.tensor_parallel_size:
-            compat.take_no_vllm_routing(llm)
+        elif with_routing:
+            if dist.get_rank() % config.tensor_parallel_size:
+                compat.take_no_vllm_routing(llm)
+        elif compat.vllm_keeps_state_on_gpu(llm):
+            decoding.install(llm)
         return llm
 
 
@@ -119,8 +123,13 @@ def engine_options(
         # Of its latent attentions the one for CPUs with matrix tiles packs weights away.
         latent = {"attention_backend": "CPU_MLA"} if architecture.latent is not None else {}
         return options | {"block_size": BLOCK_TOKENS} | latent
+    if config.match_trainer:
+        options.setdefault("hf_overrides", {})["head_dtype"] = "float32"
     if config.cuda_graphs:
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        sizes = capture_sizes(config.max_num_seqs)
+        options["compilation_config"] = {
+            "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
+        }  # fmt: skip
     # The cache's size is given; all that is left of the utilization is a check against the memory free at start.
     return options | {"enable_sleep_mode": config.sleep_level > 0, "gpu_memory_utilization": 0.01}
 
@@ -140,6 +149,16 @@ def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
         message = f"{config.kv_cache_gib} GiB hold no sequence of full length, which takes {sequence / GIB:.3g} GiB"
         raise UserError("rollout.kv_cache_gib", message)
     return int(min(config.kv_cache_gib * GIB, config.max_num_seqs * sequence))
+
+
+def capture_sizes(most: int) -> list[int]:
+    """Batch sizes with a CUDA graph, up to `most`, which vLLM by itself would not reach: its largest is 512.
+
+    Powers of two, and above them even steps: few to capture, and at most a sixteenth of the largest batch is padding.
+    """
+    step = max(1, -(-most // GRAPHS))
+    powers = {2**power for power in range(step.bit_length())}
+    return sorted(powers | {min(most, step * count) for count in range(1, GRAPHS + 1)})
 
 
 @contextlib.contextmanager
