@@ -1,4 +1,7 @@
-"""The gated activation of the local layer spec's MLP, with as few passes over its input as possible."""
+"""The gated activation of the local layer spec's MLP, with as few passes over its input as possible.
+
+On CUDA devices SwiGLU is computed by the kernels of `activation_kernel`.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,23 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
+class _SwiGLUOnGPU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor) -> Tensor:
+        from rlflow.models.activation_kernel import swiglu
+
+        rows = joined.flatten(0, -2).contiguous()
+        ctx.save_for_backward(rows)
+        return swiglu(rows).unflatten(0, joined.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        from rlflow.models.activation_kernel import swiglu_backward
+
+        (rows,), (grad,) = ctx.saved_tensors, grads
+        return swiglu_backward(rows, grad.flatten(0, -2).contiguous()).unflatten(0, grad.shape[:-1])
+
+
 def _fill_gradient(joined: Tensor, grad: Tensor, out: Tensor) -> None:
     (gate, up), (grad_gate, grad_up) = joined.chunk(2, -1), out.chunk(2, -1)
     torch.mul(F.silu(gate), grad, out=grad_up)
@@ -51,7 +71,7 @@ class SwiGLU(GatedActivation):
 
     def forward(self, joined: Tensor) -> Tensor:
         """[..., 2 · ffn] → [..., ffn]."""
-        return _SwiGLU.apply(joined)
+        return _SwiGLUOnGPU.apply(joined) if joined.is_cuda else _SwiGLU.apply(joined)
 
 
 class TanhGeGLU(GatedActivation):

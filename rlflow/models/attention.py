@@ -1,8 +1,8 @@
 """Core attention over a packed micro-batch, where responses may share the rows of their prompt.
 
 Rows are gathered into a few batches of segments of similar length and each batch is one fused attention call, so that
-the cost in Python does not grow with the number of sequences. On CUDA a micro-batch without shared prompts goes through
-the variable-length kernel instead. Queries and keys are rotated here, by the positions of the micro-batch. A
+the cost in Python does not grow with the number of sequences. On CUDA the kernel for packed sequences computes all of
+them, in anything but float32. Queries and keys come rotated already, by the table that is chosen here. A
 context-parallel rank computes the queries of its own rows, over keys and values that it gathers from all ranks.
 """
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_bridge.compat import allow_grouped_queries
 from rlflow.batch.zigzag import Segment
 from rlflow.models.context import gather_rows
-from rlflow.models.rope import RotationTable, rotate
+from rlflow.models.rope import RotationTable
+from rlflow.models.seen_rows import seen
 from rlflow.models.short_attention import attend_short
 
 if TYPE_CHECKING:
@@ -204,37 +205,36 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedInput,
         **_: Any,
     ) -> Tensor:
-        """[T, 1, heads, d], [T, 1, kv_heads, d] twice → [T, 1, heads · d]; of the rank's rows alone."""
-        how = self._how(packed_seq_params)
-        query, key = (rotate(states.squeeze(1), how.rotation) for states in (query, key))
-        return self.attend(query, key, value.squeeze(1), packed_seq_params, how).unsqueeze(1)
+        """[T, 1, heads, d] rotated, [T, 1, kv_heads, d] rotated and [T, 1, kv_heads, v] → [T, 1, heads · v].
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedInput, how: AttentionInput) -> Tensor:
-        """Attention of the rank's rows, once they are rotated, over those of all ranks: [T, heads, d] → [T, heads · v].
-
-        key and value [T, kv_heads, d] and [T, kv_heads, v].
+        The rows are this rank's alone, and are attended to by those of all ranks.
         """
+        query, key, value = (states.squeeze(1) for states in (query, key, value))
         if self.context_group is not None:
             both = gather_rows(torch.cat([key, value], -1), self.context_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+        how = self.input_of(packed_seq_params)
         if how.plan is not None:
-            return attend(query, key, value, how.plan, self.scale)
-        return attend_varlen(query, key, value, packed, self.scale, how.window)
+            out = attend(query, key, value, how.plan, self.scale)
+        else:
+            out = attend_varlen(query, key, value, packed_seq_params, self.scale, how.window)
+        return out.unsqueeze(1)
 
-    def _how(self, packed: PackedInput) -> AttentionInput:
+    def input_of(self, packed: PackedInput) -> AttentionInput:
+        """What of a micro-batch concerns this layer, its rotation among it."""
         return AttentionInput(packed.rotation, packed.plan)
 
 
 class WindowAttention(PackedAttention):
     """Core attention of a layer whose rows see a window only."""
 
-    def _how(self, packed: PackedInput) -> AttentionInput:
+    def input_of(self, packed: PackedInput) -> AttentionInput:
         assert packed.windowed is not None, "the model's rotations know no window"
         return packed.windowed
 
 
 def attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInput, scale: float, window: int) -> Tensor:
-    """The CUDA kernel for packed sequences that share no prompts; shapes as for `attend`.
+    """The CUDA kernel for packed sequences; shapes as for `attend`.
 
     Where there are fewer queries than keys the kernel aligns their ends, so that a chunk's rows see all rows before it.
     """
@@ -244,7 +244,7 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedInput
     if size < width:  # the kernel has one size for all
         value = F.pad(value, (0, width - size))
     if packed.seen_rows is not None:
-        key, value = (states.index_select(0, packed.seen_rows) for states in (key, value))
+        key, value = seen(key, value, packed.seen_rows, packed.cu_seqlens_kv)
     grouped: Any = allow_grouped_queries(varlen_attn) if query.shape[1] != key.shape[1] else {}
     before = window - 1  # rows that a row sees besides itself; −1 is the kernel's word for all
     out: Any = varlen_attn(

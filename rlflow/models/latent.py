@@ -6,7 +6,7 @@ A part of each head, and one part of the keys that all heads share, is rotated; 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -21,13 +21,9 @@ from torch import Tensor, nn
 
 from megatron_bridge.compat import mend_latent_attention
 from megatron_bridge.families import Architecture
-from rlflow.models.attention import PackedAttention
 from rlflow.models.norm import RMSNorm
 from rlflow.models.rope import rotate
 from rlflow.models.variant import Variant
-
-if TYPE_CHECKING:
-    from rlflow.models.packed import PackedInput
 
 mend_latent_attention()
 
@@ -42,24 +38,6 @@ class LatentNorm(RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = LATENT_EPS, **_: Any) -> None:
         super().__init__(config, hidden_size, LATENT_EPS)
-
-
-class LatentAttention(PackedAttention):
-    """Core attention of queries and keys that are rotated already, and values that may be shorter."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: PackedInput,
-        **_: Any,
-    ) -> Tensor:
-        """[T, 1, heads, d] twice, [T, 1, heads, v] → [T, 1, heads · v]; of the rank's rows alone."""
-        query, key, value = (states.squeeze(1) for states in (query, key, value))
-        return self.attend(query, key, value, packed_seq_params, self._how(packed_seq_params)).unsqueeze(1)
 
 
 class LatentSelfAttention(MLASelfAttention):
@@ -143,6 +121,5 @@ DEEPSEEK_V3 = Variant(
     values=_values,
     config=MLATransformerConfig,
     change=_change,
-    attention=LatentAttention,
     transformer_engine=False,
 )

@@ -24,7 +24,10 @@ from megatron_bridge.families import Architecture
 from rlflow.models.gemma import GEMMA3
 from rlflow.models.glm import GLM4
 from rlflow.models.latent import DEEPSEEK_V3
+from rlflow.models.norm import leading
 from rlflow.models.routing import ExpertRouter
+from rlflow.models.self_attention import PackedSelfAttention
+from rlflow.models.transformer_engine import TransformerEngineAttention
 from rlflow.models.variant import Variant
 
 VARIANTS: Mapping[str, Variant] = {  # by family; whoever is not named is like Llama
@@ -44,12 +47,12 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's stage (or of one of its virtual stages) and the final norm; call inside `active`.
 
-    They are Transformer Engine's where its fused rotation was asked for.
+    They are Transformer Engine's where the config says so.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(arch, config, number) for number in range(first, first + count)]
-    norm = TENorm if config.apply_rope_fusion else variant_of(arch).norm
+    norm = TENorm if _takes_transformer_engine(config) else variant_of(arch).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -61,8 +64,10 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
         "multi_latent_attention": config.multi_latent_attention,
     }
     variant = variant_of(arch)
-    if config.apply_rope_fusion:
+    if _takes_transformer_engine(config):
         spec = get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=True)
+        spec.submodules.self_attention.module = PackedSelfAttention
+        spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     else:
         spec = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
         _put_in(spec.submodules, variant, config.qk_layernorm)
@@ -72,9 +77,14 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
     return spec
 
 
+def _takes_transformer_engine(config: TransformerConfig) -> bool:
+    return config.transformer_impl == "transformer_engine"
+
+
 def _put_in(layer: Any, variant: Variant, qk_norm: bool) -> None:
     """Our modules in a layer of the local spec."""
-    layer.input_layernorm = layer.pre_mlp_layernorm = variant.norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = leading(variant.norm)
+    layer.self_attention.module = PackedSelfAttention
     attention = layer.self_attention.submodules
     attention.core_attention = variant.attention
     if qk_norm:

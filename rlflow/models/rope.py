@@ -1,6 +1,7 @@
 """Rotary position embeddings by explicit positions: frequencies as Hugging Face computes them, and the rotation.
 
-Packing decides the positions; nothing here looks at sequence bounds, so that a micro-batch is rotated in one piece.
+Packing decides the positions; nothing here looks at sequence bounds, so that a micro-batch is rotated in one piece. On
+CUDA devices `rope_kernel` rotates, and takes heads out of their projection on the way.
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ class RotationTable(NamedTuple):
     cosines: Tensor
     sines: Tensor
     interleaved: bool = False
+
+
+class Heads(NamedTuple):
+    """What a row of a projection holds: for each group so many query heads, then a key and a value where `has_keys`."""
+
+    groups: int
+    queries: int  # of a group
+    channels: int  # of a head
+    has_keys: bool = True
+
+    @property
+    def total(self) -> int:
+        return self.groups * (self.queries + 2 * self.has_keys)
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,41 @@ def rotate(states: Tensor, table: RotationTable) -> Tensor:
     The pairs are those of the table: (i, i + channels / 2), or neighbours.
     """
     channels = table.cosines.shape[-1]
+    if states.is_cuda:
+        heads = Heads(1, states.shape[1], states.shape[2], has_keys=False)
+        return _SplitAndRotate.apply(states, None, heads, table)[0]
     if channels == states.shape[-1]:
         return _Rotate.apply(states, *table)
     return torch.cat([_Rotate.apply(states[..., :channels], *table), states[..., channels:]], -1)
+
+
+def split_and_rotate(
+    joined: Tensor, bias: Tensor | None, heads: Heads, table: RotationTable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries and keys and plain values out of a projection, whose bias is added first, by one kernel each way.
+
+    For a CUDA device. joined [T, heads · d], bias [heads · d] → [T, groups · queries, d], [T, groups, d] twice.
+    """
+    return _SplitAndRotate.apply(joined.unflatten(-1, (heads.total, heads.channels)), bias, heads, table)
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """By the kernel; where there are no keys, only the first result is meant."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, bias: Tensor | None, heads: Heads, table: RotationTable) -> Any:
+        from rlflow.models.rope_kernel import split_and_turn
+
+        ctx.save_for_backward(bias, table.cosines, table.sines)
+        ctx.heads, ctx.interleaved = heads, table.interleaved
+        joined = joined if joined.stride(-1) == 1 else joined.contiguous()
+        return split_and_turn(joined, bias, heads, table)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        from rlflow.models.rope_kernel import split_and_turn_backward
+
+        bias, cosines, sines = ctx.saved_tensors
+        query, key, value = (grad.contiguous() for grad in grads)
+        table = RotationTable(cosines, sines, ctx.interleaved)
+        return *split_and_turn_backward((query, key, value), bias, ctx.heads, table), None, None

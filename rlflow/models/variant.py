@@ -41,7 +41,7 @@ class Variant:
     values: Callable[[Architecture], dict[str, Any]] = _no_values
     config: type[TransformerConfig] = TransformerConfig
     change: Callable[[ModuleSpec, Architecture, TransformerConfig, int], None] = _keep
-    norm: type[nn.Module] = RMSNorm
+    norm: type[RMSNorm] = RMSNorm
     attention: type[nn.Module] = PackedAttention
     activation: type[nn.Module] = SwiGLU
     embedding: type[VocabularyEmbedding] = VocabularyEmbedding

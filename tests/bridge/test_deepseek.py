@@ -180,7 +180,7 @@ def stock(arch: Architecture, grid: dict[str, int]) -> dict[str, Tensor]:
     """What megatron-core's own modules hold, by their names, after labelled weights came in."""
     from rlflow import parallel  # before megatron-core, which it makes ready for a CPU
     from rlflow.models import transformer_config
-    from rlflow.models.latent import LatentAttention
+    from rlflow.models.attention import PackedAttention
 
     from megatron.core.models.gpt import GPTModel  # isort: skip
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
@@ -195,7 +195,7 @@ def stock(arch: Architecture, grid: dict[str, int]) -> dict[str, Tensor]:
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
         for layer in block.layer_specs:  # megatron's own knows no latent attention outside Transformer Engine
             parts = layer.submodules.self_attention.submodules
-            parts.core_attention = LatentAttention
+            parts.core_attention = PackedAttention
             if arch.latent is not None and not arch.latent.query_rank:
                 parts.q_layernorm = IdentityOp  # nothing is there to be normed, and 0.19 minds
         model = GPTModel(
