@@ -25,7 +25,7 @@ from tools.make_tiny_model import make_tokenizer
 ROOT = Path(__file__).parents[2]
 WORDS = ("the", "of", "to", "and", "is", "in", "answer", "number", "plus", "times", "tree", "equals")
 """Of the tokenizer's corpus: each is one token with the blank before it."""
-LETTER = "e"
+CHARACTER = "7"
 """Whose share of a response is its reward: what random models sample differs in it."""
 LAST_LINES = 40
 
@@ -47,7 +47,7 @@ def write_config(folder: Path, model: Path, texts: Sequence[str], sections: Mapp
     """
     shutil.rmtree(folder / "run", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = "".join(json.dumps({"prompt": text, "answer": LETTER}) + "\n" for text in texts)
+    rows = "".join(json.dumps({"prompt": text, "answer": CHARACTER}) + "\n" for text in texts)
     (folder / "train.jsonl").write_text(rows)
     config: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "bfloat16"},
