@@ -67,8 +67,19 @@ class _Task:
 
     @cached_property
     def least(self) -> int:
-        """Fewer micro-batches cannot do."""
-        return math.ceil(sum(min(self.rows(unit), self.budget) for unit in self.units) / self.budget)
+        """Fewer micro-batches cannot do: for all rows, or for so many samples if each were as short as the shortest.
+
+        The second is the larger where samples are alike and the budget is no multiple of them.
+        """
+        rows = sum(min(self.rows(unit), self.budget) for unit in self.units)
+        return max(math.ceil(rows / self.budget), math.ceil(len(self.sizes) / self._most_samples()))
+
+    def _most_samples(self) -> int:
+        """No micro-batch can hold more."""
+        numbers = range(len(self.sizes))
+        shortest = min((self.sizes.grown(i) if self.share_prompts else self.rows([i]) for i in numbers), default=0)
+        prompt = min(self.sizes.prompts, default=0) if self.share_prompts else 0
+        return max((self.budget - prompt) // shortest if shortest else len(self.sizes), 1)
 
     def is_overfull(self, members: Sequence[int]) -> bool:
         return len(members) > 1 and self.rows(members) > self.budget

@@ -6,6 +6,7 @@ costs microseconds. What is said of a profile is left to `profile_table`.
 
 from __future__ import annotations
 
+import gc
 import gzip
 import logging
 import shutil
@@ -97,7 +98,11 @@ class Profile:
 def _recording(recorder: profile) -> Recording:
     assert recorder.profiler is not None
     assert recorder.profiler.kineto_results is not None
-    return read(recorder.profiler.kineto_results.events(), PREFIX)
+    gc.disable()  # it would look through a million new spans again and again
+    try:
+        return read(recorder.profiler.kineto_results.events(), PREFIX)
+    finally:
+        gc.enable()
 
 
 def _device_name() -> str:

@@ -56,3 +56,21 @@ def test_planning_thousands_of_samples_takes_no_time_to_speak_of() -> None:
     assert time.process_time() - start < 4
     assert sorted(sample for members in plan for sample in members) == list(range(2048))
     assert max(sizes.rows(members, True) for members in plan) <= 32768
+
+
+@pytest.mark.parametrize(("share_prompts", "expected"), [(False, 86), (True, 69)])
+def test_as_few_micro_batches_as_like_samples_allow(share_prompts: bool, expected: int) -> None:
+    """1,024 samples of 256 + 1,023 rows: 12 fit into 16,384, and 15 beside a shared prompt.
+
+    By rows alone 80 and 66 would do, and trying those would take most of the time.
+    """
+    alike = Sizes([256] * 1024, [1024] * 1024, [number // 8 for number in range(1024)])
+    begin = time.process_time()
+    plan = plan_micro_batches(alike, 16384, share_prompts=share_prompts, hidden=896)
+    assert len(plan) == expected
+    assert time.process_time() - begin < 0.25  # .08 and .01 s on an idle core
+
+
+def test_responses_of_one_token_take_no_rows_beside_a_shared_prompt() -> None:
+    alike = Sizes([5] * 100, [1] * 100, [0] * 100)
+    assert len(plan_micro_batches(alike, 10, share_prompts=True)) == 1
