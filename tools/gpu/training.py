@@ -4,21 +4,22 @@
 
 A micro-batch is 16 packed sequences of 1,024 tokens, all of whose rows are scored. MFU is (6·N·T + attention) over time
 and 989 TFLOP/s with all weights in N, for log-probs a third of the operations; `details` have it without the embedding,
-from which tokens take rows, too. Every variant is measured in a process that is replaced when one fails.
+from which tokens take rows, too. Every variant has a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -82,6 +83,7 @@ class Timing:
     gpu: GpuWork | None  # of the forward and backward
     peak: int  # of tensors, those that graphs hold while they are captured included
     reserved: int  # the most that torch took of the GPU for them
+    product: float | None  # operations a second of a large product, the most that layers can reach
     loss_before: float  # mean of −log-probs
     loss_after: float  # after `STEPS` steps on one micro-batch
 
@@ -107,18 +109,17 @@ def batch_of(sequences: int, work: Work, vocab: int) -> Batch:
     ).to(parallel.device())
 
 
-def measure(folder: Path, variant: Variant, work: Work) -> Timing:
-    """Everything about a variant, on the model in `folder`; runs in a process of its own."""
+def measure(folder: Path, shape: Shape, variant: Variant, work: Work) -> Timing:
+    """Everything about a variant, on the random model in `folder`, which is written if need be."""
     parallel.initialize(120, 0)
-    occupied = _leave_nothing()
+    save(folder, shape)
     engine = Engine(
         load_architecture(folder), parallel.Grid(), dtype=torch.bfloat16, micro_batch_tokens=work.rows,
         optimizer=Optimizer(lr=LEARNING_RATE), share_prompts=False, logprob_chunk_tokens=variant.logprob_chunk_tokens,
         transformer_engine=variant.spec == "te", cuda_graphs=variant.cuda_graphs,
     )  # fmt: skip
     engine.load_hf(folder)
-    vocab = engine.architecture.vocab
-    one, several = (batch_of(count * work.sequences, work, vocab) for count in (1, work.micro_batches))
+    one, several = (batch_of(count * work.sequences, work, shape.vocab_size) for count in (1, work.micro_batches))
     train = partial(engine.train_step, objective=PolicyObjective(), lr=LEARNING_RATE)
     loss_before = _loss(engine, one)
     for _ in range(STEPS):
@@ -126,17 +127,14 @@ def measure(folder: Path, variant: Variant, work: Work) -> Timing:
     loss_after = _loss(engine, one)
     with _without_optimizer(engine):
         forward_backward = seconds_of(partial(train, one), warm_up=2, repeats=7)
-        gpu = gpu_work(partial(train, one))
     whole_step = seconds_of(partial(train, several), warm_up=1, repeats=3)
     log_probs = seconds_of(partial(engine.log_probs, several, 1.0), warm_up=1, repeats=3)
-    peak, reserved = (most - before for most, before in zip(_most_memory(), occupied, strict=True))
-    return Timing(forward_backward, whole_step, log_probs, gpu, peak, reserved, loss_before, loss_after)
-
-
-def matrix_rate() -> float:
-    """Operations a second of a large bfloat16 product of random matrices, the most that layers can reach."""
-    left, right = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2.0 * MATRIX**3 / seconds_of(lambda: torch.mm(left, right), warm_up=5, repeats=21)
+    peak, reserved = _most_memory()
+    with _without_optimizer(engine):
+        gpu = gpu_work(partial(train, one))  # last: the profiler slows down what comes after it
+    return Timing(
+        forward_backward, whole_step, log_probs, gpu, peak, reserved, _product_rate(), loss_before, loss_after
+    )  # fmt: skip
 
 
 @contextmanager
@@ -150,15 +148,6 @@ def _loss(engine: Engine, batch: Batch) -> float:
     return -float(engine.log_probs(batch, 1.0).double().mean())
 
 
-def _leave_nothing() -> tuple[int, int]:
-    """Free what earlier variants left in this process, and begin to look for peaks; bytes that stay nevertheless."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    return _most_memory()
-
-
 def _most_memory() -> tuple[int, int]:
     """Bytes of tensors, and of what torch took for them."""
     if not torch.cuda.is_available():
@@ -166,9 +155,18 @@ def _most_memory() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def report(name: str, variant: Variant, timing: Timing, work: Work, bound: float | None, *, judged: bool) -> None:
+def _product_rate() -> float | None:
+    """Of random matrices: zeros are multiplied faster."""
+    if not torch.cuda.is_available():
+        return None
+    left, right = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2.0 * MATRIX**3 / seconds_of(lambda: torch.mm(left, right), warm_up=5, repeats=21)
+
+
+def report(name: str, variant: Variant, timing: Timing, work: Work, *, judged: bool) -> None:
     """Three measurements of a variant; `judged` tells whether targets are meant for it."""
     shape, target = SHAPES[name], TARGETS[variant.spec][name] if judged else None
+    bound = None if timing.product is None else round(timing.product / PEAK_FLOPS, 3)
     common = {"target": target, "bound": bound, "against": f"bf16 product of {MATRIX}³"}
     memory = {"peak_gib": round(timing.peak / GIB, 2), "reserved_gib": round(timing.reserved / GIB, 2)}
     details = memory | {"loss": round(timing.loss_after, 4)}
@@ -205,34 +203,51 @@ def report_losses(name: str, losses: dict[str, float]) -> None:
 
 
 class Attempts:
-    """Calls in a GPU process of their own, which a failure does not end: it is told, counted and left behind."""
+    """Calls in GPU processes of their own, each started while the one before computes; failures are counted."""
 
     def __init__(self, seconds: float) -> None:
         self.failed = 0
         self._seconds = seconds
-        self._world = World("nccl")
+        self._starter = ThreadPoolExecutor(1)
+        self._next = self._start()
 
-    def __call__(self, what: str, call: Callable[[], object]) -> object:
-        """What the call returns; None where it failed."""
+    def __call__(self, what: str, call: Callable[[], Timing]) -> Timing | None:
+        """What the call returns; None where it failed or took too long."""
+        world, started = self._next
+        self._next = self._start()
         try:
-            return self._world(1, call, timeout=self._seconds)[0]
+            started.result()
+            return world(1, call, timeout=self._seconds)[0]
         except RankFailure as failure:
             self.failed += 1
             print(f"FAILED: {what}\n{failure}", flush=True)
             return None
+        finally:
+            world.close()
+
+    def _start(self) -> tuple[World, Future[Any]]:
+        world = World("nccl")
+        return world, self._starter.submit(world, 1, _import_everything)
 
     def close(self) -> None:
-        self._world.close()
+        world, started = self._next
+        wait([started])
+        world.close()
+        self._starter.shutdown()
 
 
-def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts, bound: float | None) -> None:
+def _import_everything() -> None:
+    """A process that can call this has imported this module."""
+
+
+def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts) -> None:
     """All variants of a shape; targets are meant for those with CUDA graphs, where any have them."""
     work, losses = Work(), {}
     with_graphs = any(variant.cuda_graphs for variant in variants)
     for variant in variants:
-        timing = attempts(f"{name} {variant}", partial(measure, folder, variant, work))
-        if isinstance(timing, Timing):
-            report(name, variant, timing, work, bound, judged=variant.cuda_graphs == with_graphs)
+        timing = attempts(f"{name} {variant}", partial(measure, folder, SHAPES[name], variant, work))
+        if timing is not None:
+            report(name, variant, timing, work, judged=variant.cuda_graphs == with_graphs)
             losses[str(variant)] = timing.loss_after
     if losses:
         report_losses(name, losses)
@@ -245,7 +260,7 @@ def main() -> int:
     parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--logprob-chunk-tokens", type=int, default=Role().logprob_chunk_tokens)
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
-    parser.add_argument("--variant-limit-s", type=float, default=90.0)
+    parser.add_argument("--variant-limit-s", type=float, default=100.0)
     arguments = parser.parse_args()
     specs = arguments.specs or [*["te"] * has_transformer_engine(torch.bfloat16), "local"]
     variants = [
@@ -254,12 +269,8 @@ def main() -> int:
         for graphs in arguments.cuda_graphs
     ]
     attempts = Attempts(arguments.variant_limit_s)
-    rate = attempts("matrix product", matrix_rate)
-    bound = rate / PEAK_FLOPS if isinstance(rate, float) else None
     for name in arguments.shapes:
-        folder = arguments.models / name
-        if attempts(f"writing {name}", partial(save, folder, name)) is not None:
-            bench(name, folder, variants, attempts, bound)
+        bench(name, arguments.models / name, variants, attempts)
     attempts.close()
     return 1 if attempts.failed else 0
 
