@@ -2,9 +2,9 @@
 
     python -m tools.gpu_suite --out FOLDER [--parts correctness training rollout …] [--limit-s 500]
 
-Each part is a program of `tools.gpu` that runs alone, one after another, each within its limit and what is left of the
-whole. FOLDER gets a log of each part, and suite.jsonl: what was run on which card with which versions when, and every
-measurement. Ends with 1 where a part failed; a missed target is shown and is no failure.
+Parts are programs, most of them in `tools.gpu`, that run alone, one after another, each within its limit and what is
+left of the whole. FOLDER gets a log of each part, and suite.jsonl: what was run on which card with which versions and
+when, and every measurement. Ends with 1 where a part failed; a missed target is shown and is no failure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,30 +33,38 @@ from tools.gpu.report import Measurement, read
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "vllm", "transformers", "numpy")
 ROOT = Path(__file__).parent.parent
+SCRATCH = Path(tempfile.gettempdir()) / "rlflow-gpu-suite"
 TAIL = 1500  # characters of the log of a failed part that are shown
 
 
 @dataclass(frozen=True)
 class Part:
-    """A program of `tools.gpu` and how long it may take.
+    """A program and how long it may take.
 
-    In its arguments `{out}` is a folder that it may make for logs, `{limit}` the seconds that it has.
+    In its arguments `{out}` is a folder that it may make for logs, `{scratch}` one that parts share for models and
+    runs, `{limit}` the seconds that it has. It is left out where a package that it `needs` is not installed.
     """
 
     name: str
     limit: float  # seconds
-    arguments: tuple[str, ...] = ()
+    arguments: str = ""
+    needs: tuple[str, ...] = ()
+    module: str = ""  # "": tools.gpu.<name>
 
     def command(self, out: Path, seconds: float) -> list[str]:
-        values = {"out": out / self.name, "limit": int(seconds)}
-        return [
-            sys.executable, "-m", f"tools.gpu.{self.name}", *(text.format_map(values) for text in self.arguments)
-        ]  # fmt: skip
+        values = {"out": out / self.name, "scratch": SCRATCH, "limit": int(seconds)}
+        module = self.module or f"tools.gpu.{self.name}"
+        return [sys.executable, "-m", module, *(text.format_map(values) for text in self.arguments.split())]
 
 
 PARTS = (
-    Part("correctness", 300, ("--limit-s", "{limit}", "--out", "{out}")),
-    Part("training", 300),
+    Part("correctness", 400, "--limit-s {limit} --out {out}"),
+    Part("works", 200, "--folder {scratch}/works", needs=("vllm",)),
+    Part("head", 100),
+    Part("training", 400, "--models {scratch}/models"),
+    Part("whole_step", 500, "--limit-s {limit} --folder {scratch}/whole_step", needs=("vllm",)),
+    Part("peer", 250, "--beside {scratch}/whole_step --limit-s {limit}", ("vllm", "trl"), "tools.peer_trl_gpu"),
+    Part("memory", 300, "--limit-s {limit} --out {out}"),
 )
 
 
@@ -68,12 +78,15 @@ class Outcome:
     seconds: float = 0.0
     measurements: list[Measurement] = field(default_factory=list)
     said: str = ""  # the end of its log
+    lacks: str = ""  # packages for want of which it was left out
 
     @property
     def failed(self) -> bool:
-        return self.status != 0
+        return self.status != 0 and not self.lacks
 
     def __str__(self) -> str:
+        if self.lacks:
+            return f"{self.part.name}: left out, {self.lacks} not installed"
         how = "passed" if not self.failed else "out of time" if self.status is None else f"ended with {self.status}"
         return f"{self.part.name}: {how} after {self.seconds:.0f} s, {len(self.measurements)} measurements"
 
@@ -81,7 +94,8 @@ class Outcome:
 def run(part: Part, out: Path, seconds: float) -> Outcome:
     """Run a part for at most so long; what it printed is in FOLDER/<part>.log, its measurements are returned."""
     outcome = Outcome(part, part.command(out, seconds - FAREWELL_SECONDS))
-    if seconds <= FAREWELL_SECONDS:
+    outcome.lacks = ", ".join(name for name in part.needs if importlib.util.find_spec(name) is None)
+    if outcome.lacks or seconds <= FAREWELL_SECONDS:
         return outcome
     log, begin = out / f"{part.name}.log", time.monotonic()
     outcome.status = run_within(outcome.command, log, seconds, folder=ROOT)

@@ -68,15 +68,23 @@ def test_a_program_that_ends_in_time_gives_its_status(tmp_path: Path) -> None:
 
 
 def test_a_part_gets_its_folder_and_its_limit() -> None:
-    part = Part("correctness", 300, ("--limit-s", "{limit}", "--out", "{out}"))
+    part = Part("correctness", 300, "--limit-s {limit} --out {out}")
     assert part.command(Path("/out"), 95.5)[1:] == [
         "-m", "tools.gpu.correctness", "--limit-s", "95", "--out", "/out/correctness",
     ]  # fmt: skip
 
 
 def test_every_part_of_the_suite_is_a_program() -> None:
-    folder = Path(gpu_suite.__file__).parent / "gpu"
-    assert not [part.name for part in gpu_suite.PARTS if not (folder / f"{part.name}.py").is_file()]
+    for part in gpu_suite.PARTS:
+        module = part.command(Path("/out"), 60.0)[2]
+        assert (gpu_suite.ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+
+
+def test_a_part_whose_packages_are_absent_is_left_out_and_has_not_failed(tmp_path: Path) -> None:
+    outcome = gpu_suite.run(Part("peer", 60, needs=("sys", "no_such_package")), tmp_path, 60.0)
+    assert not outcome.failed
+    assert str(outcome) == "peer: left out, no_such_package not installed"
+    assert not list(tmp_path.iterdir())
 
 
 def test_lines_of_a_run_say_card_command_and_date(tmp_path: Path) -> None:
