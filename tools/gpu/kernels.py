@@ -1,0 +1,358 @@
+"""The kernels of the local layer spec on one GPU: bytes a second against a plain copy and against torch, and accuracy.
+
+    python -m tools.gpu.kernels [--shapes 0.5b 1.5b 7b8] [--rows 16384] [--sweep]
+
+Each operation of a layer is computed forwards, and forwards and backwards, from bfloat16 inputs that rotate so that no
+cache holds them, in a CUDA graph, where the host's launches do not count. Bytes are those of reading each input and
+writing each output once. Errors are ‖x − exact‖ / ‖exact‖ against float64. With --sweep other block sizes are timed.
+Takes about a minute, the sweep another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlflow.models import activation, activation_kernel, norm, norm_kernel, rope, rope_kernel
+from rlflow.models.products import add_product
+from tools.gpu.report import emit
+from tools.gpu.shapes import SHAPES, Shape
+
+EPS = 1e-6
+COLD_BYTES = 512 << 20  # of all sets of inputs together, several times what an H200's cache holds
+OF_A_COPY = 0.85  # wanted: of the bytes a second of a plain copy
+MOST_ERROR = 4e-3  # of bfloat16 results that are rounded once or twice
+ACCURACY_ROWS = 1021
+
+Compute = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a layer computes of rows, by kernels of ours and by torch's; `sizes` are those of the inputs without rows.
+
+    The first input has rows, the others are parameters. `widths` counts the elements of a row that are read and
+    written, at the least, forwards and backwards.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    ours: Compute
+    torchs: Compute
+    widths: tuple[int, int]
+
+    def draw(self, rows: int) -> tuple[Tensor, ...]:
+        states = torch.randn(rows, self.sizes[0], device="cuda")
+        parameters = [1 + 0.1 * torch.randn(size, device="cuda") for size in self.sizes[1:]]
+        return tuple(each.bfloat16().requires_grad_() for each in (states, *parameters))
+
+
+def operations(shape: Shape, rows: int) -> list[Operation]:
+    hidden, ffn, channels = shape.hidden_size, shape.intermediate_size, shape.hidden_size // shape.num_attention_heads
+    groups = shape.num_key_value_heads
+    heads = rope.Heads(groups, shape.num_attention_heads // groups, channels)
+    width = heads.total * channels
+    tables = {count: rotation(count, channels) for count in (rows, ACCURACY_ROWS)}
+    return [
+        Operation("norm", (hidden, hidden), norm_by_us, norm_by_torch, (2 * hidden, 4 * hidden)),
+        Operation("swiglu", (2 * ffn,), swiglu_by_us, swiglu_by_torch, (3 * ffn, 5 * ffn)),
+        Operation(
+            "rotation", (width, width), partial(split_by_us, heads, tables), partial(split_by_torch, heads, tables),
+            (2 * width, 2 * width),
+        ),
+    ]  # fmt: skip
+
+
+def norm_by_us(states: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The normed states, and the states again, as they go around a part of a layer."""
+    return norm._RMSNormOnGPU.apply(states, weight, EPS, 0.0)
+
+
+def norm_by_torch(states: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return F.rms_norm(states, states.shape[1:], weight, EPS), states.view_as(states)
+
+
+def swiglu_by_us(joined: Tensor) -> tuple[Tensor, ...]:
+    return (activation.SwiGLU()(joined),)
+
+
+def swiglu_by_torch(joined: Tensor) -> tuple[Tensor, ...]:
+    gate, up = joined.chunk(2, -1)
+    return (F.silu(gate) * up,)
+
+
+def rotation(rows: int, channels: int) -> rope.RotationTable:
+    positions = torch.arange(rows, device="cuda") % 1024
+    return rope.rotation_table(positions, rope.Rope(rope.inverse_frequencies(1e6, channels)), torch.bfloat16)
+
+
+def split_by_us(
+    heads: rope.Heads, tables: dict[int, rope.RotationTable], joined: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
+    return rope.split_and_rotate(joined, bias, heads, tables[len(joined)])
+
+
+def split_by_torch(
+    heads: rope.Heads, tables: dict[int, rope.RotationTable], joined: Tensor, bias: Tensor
+) -> tuple[Tensor, ...]:
+    """As megatron-core takes its projection apart, and each half of the channels turned by itself."""
+    table = tables[len(joined)]
+    cosines, sines = (part.to(joined.dtype) for part in table[:2])
+    grouped = (joined + bias).unflatten(-1, (heads.groups, -1, heads.channels))
+    query, key, value = grouped.split([heads.queries, 1, 1], 2)
+
+    def turned(states: Tensor) -> Tensor:
+        states = states.flatten(1, 2)
+        return states * cosines + states.roll(heads.channels // 2, -1) * sines
+
+    return turned(query), turned(key), value.flatten(1, 2)
+
+
+def learn(compute: Compute, upstream: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Outputs and gradients."""
+    outputs = compute(*inputs)
+    return *outputs, *torch.autograd.grad(outputs, inputs, upstream)
+
+
+@cache
+def side_stream() -> torch.cuda.Stream:
+    """Where everything is captured: autograd computes gradients on the stream of the forward pass."""
+    return torch.cuda.Stream()
+
+
+def graph_seconds(call: Callable[[int], object], sets: int, repeats: int = 7) -> float:
+    """Median seconds of a call, which is given the number of the inputs to take."""
+    stream, graph = side_stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for number in range(sets):
+            call(number)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for number in range(sets):
+            call(number)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / sets)
+    return statistics.median(times)
+
+
+def copy_speed() -> float:
+    """Bytes a second, read and written, of copies within the GPU."""
+    source = [torch.randn(COLD_BYTES // 4, device="cuda") for _ in range(2)]
+    target = torch.empty_like(source[0])
+    return 2 * COLD_BYTES / graph_seconds(lambda number: target.copy_(source[number]), len(source))
+
+
+class Timed:
+    """The times of an operation, forwards alone and both ways."""
+
+    def __init__(self, operation: Operation, rows: int) -> None:
+        self.operation, self.rows = operation, rows
+        inputs = operation.draw(rows)
+        cold = max(1, COLD_BYTES // sum(each.nbytes for each in inputs))
+        self.inputs = [inputs, *(operation.draw(rows) for _ in range(min(cold, 16)))]
+        with torch.no_grad():
+            self.upstream = [torch.randn_like(each) for each in operation.ours(*inputs)]
+
+    def seconds(self, compute: Compute) -> tuple[float, float]:
+        def forward(number: int) -> None:
+            with torch.no_grad():
+                compute(*self.inputs[number])
+
+        def both(number: int) -> None:
+            learn(compute, self.upstream, self.inputs[number])
+
+        return graph_seconds(forward, len(self.inputs)), graph_seconds(both, len(self.inputs))
+
+    def speeds(self, compute: Compute) -> tuple[float, float]:
+        """Bytes a second."""
+        forward, both = self.seconds(compute)
+        widths = self.operation.widths
+        return 2 * self.rows * widths[0] / forward, 2 * self.rows * sum(widths) / both
+
+
+def measure_speed(operation: Operation, name: str, rows: int, copied: float) -> None:
+    timed = Timed(operation, rows)
+    ours, torchs = timed.speeds(operation.ours), timed.speeds(operation.torchs)
+    for way, mine, theirs in zip(("forward", "both ways"), ours, torchs, strict=True):
+        emit(
+            "kernels", f"{operation.name} {way}, {name}", mine / 1e12, "TB/s", target=OF_A_COPY * copied / 1e12,
+            bound=copied / 1e12, against="a plain copy", details={"torch": theirs / 1e12, "times torch": mine / theirs},
+        )  # fmt: skip
+
+
+def measure_error(operation: Operation, name: str) -> None:
+    """The largest error of all results, on rows that fill no block; raises ValueError for one that is too large."""
+    inputs = operation.draw(ACCURACY_ROWS)
+    upstream = [torch.randn_like(each) for each in operation.ours(*inputs)]
+    exact = learn(
+        operation.torchs, [each.double() for each in upstream],
+        [each.detach().double().requires_grad_() for each in inputs],
+    )  # fmt: skip
+    ours, torchs = (
+        max(
+            float((found.double() - right).norm() / right.norm())
+            for found, right in zip(learn(compute, upstream, inputs), exact, strict=True)
+        )
+        for compute in (operation.ours, operation.torchs)
+    )
+    emit(
+        "kernels", f"error of {operation.name}, {name}", ours, target=MOST_ERROR, bound=torchs, against="torch",
+        more_is_better=False,
+    )  # fmt: skip
+    if not ours <= MOST_ERROR:
+        raise ValueError(f"{operation.name}, {name}: the error is {ours}")
+
+
+def measure_products(shape: Shape, name: str, rows: int) -> None:
+    """Weight gradients of a layer, added to float32 buffers: by the product itself, or after it."""
+    hidden, ffn, groups = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads
+    joined = hidden + 2 * groups * hidden // shape.num_attention_heads
+    sizes = ((joined, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn))
+    matrices = [
+        (torch.zeros(size, device="cuda"), *(torch.randn(rows, width, device="cuda").bfloat16() for width in size))
+        for size in sizes
+    ]
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+        "ours": lambda total, grad, states: add_product(total, grad.t(), states),
+        "added after": lambda total, grad, states: total.add_(grad.t() @ states),
+        "product alone": lambda total, grad, states: grad.t() @ states,
+    }
+
+    def seconds_of(call: Callable[[Tensor, Tensor, Tensor], object]) -> float:
+        return graph_seconds(lambda number: call(*matrices[number]), len(sizes))
+
+    seconds = {way: seconds_of(call) for way, call in ways.items()}
+    flops = 2.0 * rows * sum(one * other for one, other in sizes) / len(sizes)
+    rates = {way: flops / spent / 1e12 for way, spent in seconds.items()}
+    emit(
+        "kernels", f"weight gradients, {name}", rates["ours"], "TFLOP/s", target=rates["added after"],
+        bound=rates["product alone"], against="the products alone", details=rates,
+    )  # fmt: skip
+
+
+def measure_attention(shape: Shape, name: str, rows: int, length: int = 1024) -> None:
+    """Causal attention over packed sequences: torch's kernel, and cuDNN's by the same interface below it."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    channels = shape.hidden_size // heads
+    parts = [torch.randn(rows, count, channels, device="cuda").bfloat16() for count in (heads, groups, groups, heads)]
+    bounds = torch.arange(0, rows + 1, length, device="cuda", dtype=torch.int32)
+    flops = 2.0 * rows * length * heads * channels  # half of the scores, times two products
+    for kernel, compute in (("torch", attend_by_torch), ("cuDNN", attend_by_cudnn)):
+        try:
+            for backward, work in ((False, flops), (True, 3.5 * flops)):
+                spent = graph_seconds(partial(compute, parts, bounds, length, backward), 1)
+                way = "both ways" if backward else "forward"
+                emit("kernels", f"attention by {kernel} {way}, {name}", work / spent / 1e12, "TFLOP/s")
+        except Exception:  # cuDNN's is no public function: it may be missing, or refuse these shapes
+            traceback.print_exc()
+
+
+def attend_by_torch(parts: Sequence[Tensor], bounds: Tensor, length: int, backward: bool, _: int) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    from megatron_bridge.compat import allow_grouped_queries
+
+    attention: Any = varlen_attn
+    leaves = [states.detach().requires_grad_(backward) for states in parts[:3]]
+    out = attention(
+        *leaves, bounds, bounds, length, length, window_size=(-1, 0), **allow_grouped_queries(varlen_attn)
+    )  # fmt: skip
+    if backward:
+        torch.autograd.grad(out, leaves, parts[3])
+
+
+def attend_by_cudnn(parts: Sequence[Tensor], bounds: Tensor, length: int, backward: bool, _: int) -> None:
+    query, key, value, grad = parts
+    found = torch.ops.aten._cudnn_attention_forward(
+        query, key, value, None, bounds, bounds, length, length, True, 0.0, True, False
+    )
+    if backward:
+        out, log_sums, seed, offset = found[0], found[1], found[6], found[7]
+        torch.ops.aten._cudnn_attention_backward(
+            grad, query, key, value, out, log_sums, seed, offset, None, bounds, bounds, length, length, 0.0,
+            True,
+        )  # fmt: skip
+
+
+SWEEPS: dict[str, tuple[Any, list[dict[str, int]]]] = {
+    "norm": (
+        norm_kernel,
+        [{"FORWARD_ELEMENTS": size} for size in (1024, 4096, 8192)]
+        + [{"BACKWARD_ELEMENTS": size} for size in (2048, 8192)]
+        + [{"PROGRAMS_PER_PROCESSOR": count} for count in (2, 8)],
+    ),
+    "swiglu": (activation_kernel, [{"BLOCK": b, "WARPS": w} for b, w in ((512, 4), (1024, 8), (2048, 4), (2048, 8))]),
+    "rotation": (
+        rope_kernel,
+        [{"ELEMENTS": size, "WARPS": warps} for size, warps in ((512, 2), (512, 4), (2048, 4), (2048, 8))]
+        + [{"STEPS_BACKWARD": steps} for steps in (1, 2, 8)]
+        + [{"STEPS_FORWARD": 4}],
+    ),
+}
+"""Constants of the kernels' modules that are worth another value."""
+
+
+def sweep(operation: Operation, name: str, rows: int) -> None:
+    module, variants = SWEEPS[operation.name]
+    timed = Timed(operation, rows)
+    for changes in [{}, *variants]:
+        with ExitStack() as changed:
+            for constant, value in changes.items():
+                changed.enter_context(patch.object(module, constant, value))
+            forward, both = timed.speeds(operation.ours)
+        print(f"sweep {operation.name}, {name}: {forward / 1e12:.2f} {both / 1e12:.2f} TB/s {changes}", flush=True)
+
+
+def steps(names: Sequence[str], rows: int, *, sweeps: bool) -> Iterator[Callable[[], None]]:
+    copied = copy_speed()
+    for name in names:
+        shape = SHAPES[name]
+        for operation in operations(shape, rows):
+            yield partial(measure_error, operation, name)
+            yield partial(measure_speed, operation, name, rows, copied)
+        yield partial(measure_products, shape, name, rows)
+        yield partial(measure_attention, shape, name, rows)
+    for name in names if sweeps else ():
+        for operation in operations(SHAPES[name], rows):
+            yield partial(sweep, operation, name, rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", type=int, default=16_384)
+    parser.add_argument("--sweep", action="store_true", help="time other block sizes too")
+    arguments = parser.parse_args()
+    failed = False
+    for step in steps(arguments.shapes, arguments.rows, sweeps=arguments.sweep):
+        try:
+            step()
+        except Exception:  # one that fails must not take the others along
+            traceback.print_exc()
+            failed = True
+        torch.cuda.empty_cache()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
