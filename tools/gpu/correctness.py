@@ -1,6 +1,6 @@
 """Run the GPU tests and tell how many pass.
 
-    python -m tools.gpu.correctness [--jobs 5] [--limit-s 280] [-k EXPRESSION]
+    python -m tools.gpu.correctness [--jobs 8] [--limit-s 280] [-k EXPRESSION]
 
 Each file of tests/gpu is a process of its own, several at a time on the same GPU; what compares how much of its memory
 is free before and after runs before all others, alone. Logs are printed of files with failures only, and kept in --out.
@@ -97,7 +97,7 @@ def report(file: Path, tally: Tally, log: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=5, help="files at a time")
+    parser.add_argument("--jobs", type=int, default=8, help="files at a time")
     parser.add_argument("--limit-s", type=float, default=280.0)
     parser.add_argument("--out", type=Path, default=SCRATCH / "logs", help="folder for logs")
     parser.add_argument("-k", dest="expression", default="", help="only these tests, as for pytest")
