@@ -2,9 +2,10 @@
 
     python -m tools.gpu.training --shapes 0.5b 1.5b 7b8 [--specs te local] [--cuda-graphs on off]
 
-A micro-batch is 16 packed sequences of 1,024 tokens, all of whose rows are scored. MFU is (6·N·T + attention) over time
-and 989 TFLOP/s with all weights in N, for log-probs a third of the operations; `details` have it without the embedding,
-from which tokens take rows, too. Every variant has a process of its own.
+A micro-batch is 16 packed sequences of 1,024 tokens, all of whose rows are scored, by default from logits that are
+computed once. MFU is (6·N·T + attention) over time and 989 TFLOP/s with all weights in N, for log-probs a third of the
+operations; `details` have it without an embedding from which tokens only take rows, too. Every variant has a process of
+its own. All take about 5 minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_bridge.families import load_architecture
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
 from rlflow.batch import Batch, Ragged
-from rlflow.config.schema import Optimizer, Role
+from rlflow.config.schema import Optimizer
 from rlflow.models import has_transformer_engine
 from rlflow.roles import Engine
 from tests.workers import RankFailure, World
@@ -48,18 +49,6 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way to compute a shape."""
-
-    spec: str  # the layers', "te" or "local"
-    cuda_graphs: bool
-    logprob_chunk_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.spec}{' graphs' if self.cuda_graphs else ''}"
-
-
-@dataclass(frozen=True)
 class Work:
     """What is computed: micro-batches of packed sequences."""
 
@@ -71,6 +60,19 @@ class Work:
     def rows(self) -> int:
         """Of a micro-batch."""
         return self.sequences * self.length
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute a shape."""
+
+    spec: str  # the layers', "te" or "local"
+    cuda_graphs: bool
+    logprob_chunk_tokens: int
+
+    def __str__(self) -> str:
+        chunks = f" chunks of {self.logprob_chunk_tokens}" if self.logprob_chunk_tokens < Work().rows else ""
+        return f"{self.spec}{' graphs' if self.cuda_graphs else ''}{chunks}"
 
 
 @dataclass(frozen=True)
@@ -258,15 +260,16 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--specs", nargs="+", choices=TARGETS, help="default: te where it is installed, and local")
     parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
-    parser.add_argument("--logprob-chunk-tokens", type=int, default=Role().logprob_chunk_tokens)
+    parser.add_argument("--logprob-chunk-tokens", nargs="+", type=int, default=[Work().rows])
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
     parser.add_argument("--variant-limit-s", type=float, default=100.0)
     arguments = parser.parse_args()
     specs = arguments.specs or [*["te"] * has_transformer_engine(torch.bfloat16), "local"]
     variants = [
-        Variant(spec, graphs == "on", arguments.logprob_chunk_tokens)
+        Variant(spec, graphs == "on", chunk)
         for spec in specs
         for graphs in arguments.cuda_graphs
+        for chunk in arguments.logprob_chunk_tokens
     ]
     attempts = Attempts(arguments.variant_limit_s)
     for name in arguments.shapes:
