@@ -67,7 +67,8 @@ class Engine:
     `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` chooses the layer
     spec, None: Transformer Engine's where it can be used. With `offload` each pass brings what it needs to the GPU and
     away again, unless `residency` is told to keep it there. `cuda_graphs` replays micro-batches on a GPU, for a dense
-    model that is whole on its rank and stays there. Raises UserError where layers are asked for that cannot be had.
+    model that is whole on its rank and stays there. `exact_logits` are float32 ones of half-precision factors. Raises
+    UserError where layers are asked for that cannot be had.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         recompute: Recompute = "none",
         overlap: bool = True,
         logprob_chunk_tokens: int = 1024,
+        exact_logits: bool = False,
         deterministic: bool = False,
         transformer_engine: bool | None = None,
         router_replay: bool = False,
@@ -118,7 +120,7 @@ class Engine:
             self.row_multiple = row_multiple(micro_batch_tokens, self.row_multiple)
         build: Callable[..., Model] = build_value
         if architecture.head == "lm":
-            build = partial(build_policy, chunk_tokens=logprob_chunk_tokens)
+            build = partial(build_policy, chunk_tokens=logprob_chunk_tokens, exact_logits=exact_logits)
         self.chunks = [
             build(architecture, grid, config, padded_vocab=self.layout.padded_vocab, chunk=chunk)
             for chunk in range(virtual_pipeline)
