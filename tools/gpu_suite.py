@@ -64,6 +64,8 @@ PARTS = (
     Part("kernels", 120),
     Part("training", 400, "--models {scratch}/models"),
     Part("rollout", 420, "--limit-s {limit} --models {scratch}/models", needs=("vllm",)),
+    Part("phase_change", 220, "--limit-s {limit} --models {scratch}/models", needs=("vllm",)),
+    Part("numerics", 250, "--limit-s {limit} --models {scratch}/models", needs=("vllm",)),
     Part("whole_step", 500, "--limit-s {limit} --folder {scratch}/whole_step", needs=("vllm",)),
     Part("peer", 250, "--beside {scratch}/whole_step --limit-s {limit}", ("vllm", "trl"), "tools.peer_trl_gpu"),
     Part("memory", 300, "--limit-s {limit} --out {out}"),
