@@ -94,7 +94,8 @@ def build_engine(config: Config, name: str, architecture: Architecture, grid: Gr
         micro_batch_tokens=role.micro_batch_tokens, optimizer=_optimizer(config, name) if trained else None,
         virtual_pipeline=role.virtual_pipeline_parallel_size, share_prompts=role.share_prompts,
         sequence_parallel=role.sequence_parallel, recompute=role.recompute, overlap=role.overlap,
-        logprob_chunk_tokens=role.logprob_chunk_tokens, deterministic=config.trainer.deterministic,
+        logprob_chunk_tokens=role.logprob_chunk_tokens, exact_logits=config.rollout.match_trainer,
+        deterministic=config.trainer.deterministic,
         offload=role.offload, transformer_engine=role.transformer_engine, cuda_graphs=role.cuda_graphs,
         **expert_options(config.actor, name, own, architecture),
     )  # fmt: skip
