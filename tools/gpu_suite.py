@@ -13,6 +13,7 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
+import io
 import json
 import platform
 import subprocess
@@ -34,6 +35,7 @@ from tools.gpu.report import Measurement, read
 PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "vllm", "transformers", "numpy")
 ROOT = Path(__file__).parent.parent
 SCRATCH = Path(tempfile.gettempdir()) / "rlflow-gpu-suite"
+WIDEST = 1000  # columns of the table
 TAIL = 1500  # characters of the log of a failed part that are shown
 
 
@@ -59,7 +61,7 @@ class Part:
 
 PARTS = (
     Part("correctness", 400, "--limit-s {limit} --out {out}"),
-    Part("works", 200, "--folder {scratch}/works", needs=("vllm",)),
+    Part("works", 240, "--limit-s {limit} --folder {scratch}/works", needs=("vllm",)),
     Part("head", 100),
     Part("kernels", 120),
     Part("training", 400, "--models {scratch}/models"),
@@ -139,8 +141,8 @@ def write(path: Path, machine: dict[str, str], outcomes: Sequence[Outcome]) -> N
                 print(json.dumps(asdict(measurement)), file=sink)
 
 
-def table(measurements: Sequence[Measurement]) -> Table:
-    """A row for each measurement, under its section."""
+def table(measurements: Sequence[Measurement]) -> str:
+    """A row for each measurement, under its section; lines are as long as they need to be."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("what", "measured", "target", "", "bound", "details"):
         right = name in ("measured", "target", "bound")
@@ -152,7 +154,10 @@ def table(measurements: Sequence[Measurement]) -> Table:
             shown.add_section()
             shown.add_row(Text(section, style="bold"))
         shown.add_row(*_row(one))
-    return shown
+    console = Console(file=io.StringIO(), width=WIDEST, highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _row(one: Measurement) -> tuple[Text, ...]:
@@ -202,7 +207,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.failed and outcome.said:
             print(f"--- the end of {outcome.part.name}.log\n{outcome.said}")
-    Console(width=240, highlight=False, soft_wrap=True).print(table([m for o in outcomes for m in o.measurements]))
+    print(table([one for outcome in outcomes for one in outcome.measurements]))
     for outcome in outcomes:
         print(outcome)
 

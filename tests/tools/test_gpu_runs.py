@@ -9,7 +9,7 @@ import pytest
 from rlflow.config import load
 from tools.gpu import whole_step, works
 from tools.gpu.report import read
-from tools.gpu.runs import prompts, steps_of, train, write_config
+from tools.gpu.runs import deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import SHAPES, Shape, save
 from tools.gpu.whole_step import WORK, of_phase, roofline
 
@@ -52,7 +52,7 @@ def test_runs_compute_every_sample(tmp_path: Path, sections: dict[str, dict[str,
 
 def test_a_run_that_fails_shows_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, tmp_path / "no model", ["a"], {"trainer": {"steps": 1}})
-    assert not train(config, limit_s=60)
+    assert not train(config, until=deadline(60))
     assert "no model" in capsys.readouterr().out
     assert steps_of(config) == []
 
@@ -86,7 +86,7 @@ def test_a_resumed_run_is_told_with_its_steps(tmp_path: Path, monkeypatch: pytes
     """Each run writes what it would have recorded; the broken one is started twice."""
     started: list[str] = []
 
-    def pretend(config: Path, overrides: list[str], *, limit_s: float) -> bool:
+    def pretend(config: Path, overrides: list[str], *, until: float) -> bool:
         name = config.parent.name
         started.append(name)
         run = config.parent / "run"

@@ -27,7 +27,7 @@ WORDS = ("the", "of", "to", "and", "is", "in", "answer", "number", "plus", "time
 """Of the tokenizer's corpus: each is one token with the blank before it."""
 CHARACTER = "7"
 """Whose share of a response is its reward: what random models sample differs in it."""
-LAST_LINES = 40
+LAST_LINES, LAST_SECONDS = 40, 15.0
 
 
 def prompts(count: int, tokens: int, *, seed: int = 0) -> list[str]:
@@ -66,17 +66,22 @@ def write_config(folder: Path, model: Path, texts: Sequence[str], sections: Mapp
     return path
 
 
-def train(config: Path, overrides: Iterable[str] = (), *, limit_s: float) -> bool:
-    """Run `rlflow train` to its end or for `limit_s` seconds; whether it ended well.
+def deadline(limit_s: float) -> float:
+    """The end of `limit_s` seconds from now, by `time.monotonic`, less what ending a run and telling of it may take."""
+    return time.monotonic() + limit_s - LAST_SECONDS
+
+
+def train(config: Path, overrides: Iterable[str] = (), *, until: float) -> bool:
+    """Run `rlflow train` to its end or to the deadline `until`; whether it ended well.
 
     Its output is in train.log beside the configuration; the last lines are printed where it fails. The steps that a run
     out of time has made are recorded.
     """
     command = [sys.executable, "-m", "rlflow", "train", str(config), *overrides]
-    log, begin = config.with_name("train.log"), time.perf_counter()
-    status = run_within(command, log, limit_s, folder=ROOT, environment=_environment())
+    log, begin = config.with_name("train.log"), time.monotonic()
+    status = run_within(command, log, max(1.0, until - begin), folder=ROOT, environment=_environment())
     how = "out of time" if status is None else f"ended with {status}"
-    print(f"{config.parent.name}: {how} after {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{config.parent.name}: {how} after {time.monotonic() - begin:.0f} s", flush=True)
     if status != 0:
         print("\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:]), flush=True)
     return status == 0

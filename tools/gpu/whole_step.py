@@ -17,7 +17,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from rich.table import Table
 
 from rlflow.tracking.records import Record
 from tools.gpu.report import emit
-from tools.gpu.runs import prompts, steps_of, train, write_config
+from tools.gpu.runs import deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
 
 PEAK_BANDWIDTH = 4.8e12
@@ -161,12 +160,12 @@ def table(name: str, phases: dict[str, float], bounds: dict[str, float], seen: R
     return shown
 
 
-def measure(name: str, steps: int, folder: Path, overrides: Sequence[str], limit_s: float, work: Work = WORK) -> bool:
+def measure(name: str, steps: int, folder: Path, overrides: Sequence[str], until: float, work: Work = WORK) -> bool:
     """Run a shape and report it, also where the run was cut off behind its second step; whether it ended well."""
     model = save(folder / "model" / name, name)
     texts = prompts(work.prompts * steps, work.prompt)
     config = write_config(folder / name, model, texts, sections(name, work, steps))
-    good = train(config, overrides, limit_s=limit_s)
+    good = train(config, overrides, until=until)
     done = steps_of(config)
     if len(done) > 1 or (good and done):
         print(f"{name}: seconds of each step {[round(step['time/step'], 2) for step in done]}")
@@ -182,13 +181,13 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=600.0, help="for all shapes together")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
-    end, failed = time.monotonic() + arguments.limit_s, False
+    until, failed = deadline(arguments.limit_s), False
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         for name in arguments.shapes:
             steps = arguments.steps or STEPS[name]
             try:
-                good = measure(name, steps, folder, arguments.overrides, end - time.monotonic())
+                good = measure(name, steps, folder, arguments.overrides, until)
             except Exception:
                 traceback.print_exc()  # the other shapes are measured all the same
                 good = False

@@ -1,11 +1,12 @@
 """That `rlflow train` does on one GPU what it promises: short runs of a shallow model, nothing about their speed.
 
-    python -m tools.gpu.works [--folder FOLDER] [section.key=value …]
+    python -m tools.gpu.works [--folder FOLDER] [--shapes 0.5b 1.5b 7b8] [section.key=value …]
 
 GRPO and PPO with vLLM asleep at level 2 and everything else off the GPU meanwhile, the bridge proven and its sums
 checked, deterministic kernels: two steps, a checkpoint and a third step after it; the same three steps without a break,
 which must be equal to the last bit; PPO with critic and reference. Two runs at a time take about 100 s. Where memory
-serves as FOLDER, the checkpoints do not wait for a disk.
+serves as FOLDER, the checkpoints do not wait for a disk. With `--shapes` only PPO, of real models with all roles on the
+GPU at once, each alone in about a minute.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlflow.tracking.records import Record
 from tools.gpu.report import emit
-from tools.gpu.runs import prompts, steps_of, train, write_config
+from tools.gpu.runs import deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import SHAPES, save
 
 SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=4, vocab_size=16_384)
@@ -90,11 +92,31 @@ def digest(config: Path) -> str:
     return total.hexdigest()
 
 
-class Jobs:
-    """The runs, each of which returns whether it ended well, and what is then told of them."""
+def tell(what: str, config: Path, steps: int) -> bool:
+    """Print the steps that a run has made, with the gap of its log-probs; whether all are there and sound."""
+    records = steps_of(config)
+    seen = records[-1] if records else {}
+    shown = ("mismatch/kl", "actor/grad_norm", "critic/grad_norm", "sync/local_bytes", "time/step", "time/save")
+    told = {key: float(f"{seen[key]:.4g}") for key in shown if key in seen}
+    peak = max((value for key, value in seen.items() if key.startswith("memory/")), default=math.nan)
+    emit("works", what, len(records), "", target=steps, details=told | {"peak_gib": round(peak, 2)})
+    return len(records) == steps and all(record.get("mismatch/kl", math.inf) < LARGEST_KL for record in records)
 
-    def __init__(self, folder: Path, overrides: Sequence[str], limit_s: float, on_gpu: bool) -> None:
-        self._overrides, self._limit = list(overrides), limit_s
+
+def train_shape(name: str, folder: Path, overrides: Sequence[str], until: float) -> bool:
+    """PPO of a real model, which needs no second run and no proof that a shallow one has not had."""
+    sections = merged(ppo(), {"actor": {"offload": False}, "bridge": {"startup_proof": False, "checksum": False}})
+    texts = prompts(PROMPTS * 2, PROMPT)
+    config = write_config(folder / name, save(folder / "model" / name, name), texts, sections)
+    good = train(config, overrides, until=until)
+    return tell(f"PPO {name}: steps", config, 2) and good
+
+
+class Jobs:
+    """Runs of a shallow model, and what is told of them when they have ended."""
+
+    def __init__(self, folder: Path, overrides: Sequence[str], until: float, on_gpu: bool) -> None:
+        self._overrides, self._until = list(overrides), until
         model, texts = save(folder / "model", SHAPE), prompts(PROMPTS * STEPS, PROMPT)
         broken = merged(grpo(on_gpu), {"trainer": {"save_every": 2}})
         kinds = {"broken": broken, "whole": grpo(on_gpu), "ppo": ppo(on_gpu)}
@@ -108,22 +130,15 @@ class Jobs:
         ]
         with ThreadPoolExecutor(len(lanes)) as pool:
             ended = [good for future in [pool.submit(lane) for lane in lanes] for good in future.result()]
-        told = [self._tell("broken", STEPS), self._tell("ppo", 2), self._tell_differences()]
+        told = [
+            tell("GRPO, saved and resumed: steps", self._configs["broken"], STEPS),
+            tell("PPO with critic and reference: steps", self._configs["ppo"], 2),
+            self._tell_differences(),
+        ]
         return all(ended + told)
 
     def _train(self, name: str, *overrides: str) -> bool:
-        return train(self._configs[name], [*self._overrides, *overrides], limit_s=self._limit)
-
-    def _tell(self, name: str, steps: int) -> bool:
-        """Steps made, with the gap of the log-probs; whether they are all there and sound."""
-        records = steps_of(self._configs[name])
-        seen = records[-1] if records else {}
-        shown = ("mismatch/kl", "actor/grad_norm", "critic/grad_norm", "sync/local_bytes", "time/step", "time/save")
-        told = {key: float(f"{seen[key]:.4g}") for key in shown if key in seen}
-        peak = max((value for key, value in seen.items() if key.startswith("memory/")), default=math.nan)
-        what = {"broken": "GRPO, saved and resumed: steps", "ppo": "PPO with critic and reference: steps"}[name]
-        emit("works", what, len(records), "", target=steps, details=told | {"peak_gib": round(peak, 2)})
-        return len(records) == steps and all(record["mismatch/kl"] < LARGEST_KL for record in records)
+        return train(self._configs[name], [*self._overrides, *overrides], until=self._until)
 
     def _tell_differences(self) -> bool:
         """Whether a broken run and a whole one have learnt the same to the last bit."""
@@ -141,16 +156,26 @@ class Jobs:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="for models and runs, to keep; default: one that goes at the end")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="for each of the runs")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=(), help="real models in place of shallow ones")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="for all runs together")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
-        try:
-            return int(not Jobs(folder, arguments.overrides, arguments.limit_s, on_gpu=True).run())
-        except Exception:
-            traceback.print_exc()
-            return 1
+        how = (folder, arguments.overrides, deadline(arguments.limit_s))
+        if not arguments.shapes:
+            return int(not succeeds(lambda: Jobs(*how, on_gpu=True).run()))
+        ended = [succeeds(partial(train_shape, name, *how)) for name in arguments.shapes]
+        return int(not all(ended))
+
+
+def succeeds(call: Callable[[], bool]) -> bool:
+    """Whether a call returns true; what it raises is printed, for others are to be made all the same."""
+    try:
+        return call()
+    except Exception:
+        traceback.print_exc()
+        return False
 
 
 if __name__ == "__main__":
