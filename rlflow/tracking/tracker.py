@@ -53,9 +53,9 @@ class Tracker:
 
     def begin(self, step: int) -> None:
         """Start a step's clock, and its profile if one is asked for; the memory of phases before it counts for none."""
+        self._profile.begin(step)  # what that takes counts as `track`
         self._clock.begin()
         self._memory.take()
-        self._profile.begin(step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
