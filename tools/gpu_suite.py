@@ -68,8 +68,13 @@ PARTS = (
     Part("rollout", 420, "--limit-s {limit} --models {scratch}/models", needs=("vllm",)),
     Part("phase_change", 220, "--limit-s {limit} --models {scratch}/models", needs=("vllm",)),
     Part("numerics", 250, "--limit-s {limit} --models {scratch}/models", needs=("vllm",)),
-    Part("whole_step", 500, "--limit-s {limit} --folder {scratch}/whole_step", needs=("vllm",)),
-    Part("peer", 250, "--beside {scratch}/whole_step --limit-s {limit}", ("vllm", "trl"), "tools.peer_trl_gpu"),
+    Part(
+        "whole_step", 500, "--limit-s {limit} --models {scratch}/models --folder {scratch}/whole_step", needs=("vllm",)
+    ),
+    Part(
+        "peer", 250, "--limit-s {limit} --models {scratch}/models --beside {scratch}/whole_step", ("vllm", "trl"),
+        "tools.peer_trl_gpu",
+    ),  # fmt: skip
     Part("memory", 300, "--limit-s {limit} --out {out}"),
 )
 
@@ -173,12 +178,12 @@ def _row(one: Measurement) -> tuple[Text, ...]:
 
 
 def _number(value: float | str) -> str:
-    """Four digits of a float, all of a whole number."""
+    """Five digits of a float, all of a whole number."""
     if isinstance(value, str):
         return value
     if float(value).is_integer() or abs(value) >= 1e4:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.5g}"
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ import torch
 
 from tools.gpu.processes import run_within
 from tools.gpu.report import emit
-from tools.gpu.runs import CHARACTER, prompts, steps_of
+from tools.gpu.runs import CHARACTER, MODELS, prompts, steps_of
 from tools.gpu.shapes import save
 from tools.gpu.whole_step import WORK, Work, medians
 
@@ -150,7 +150,7 @@ def taken(step: float, seconds: Mapping[str, float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def measure(shape: str, folder: Path, limit_s: float) -> dict[str, Any] | None:
+def measure(shape: str, models: Path, folder: Path, limit_s: float) -> dict[str, Any] | None:
     """What TRL's step took, by a process for each way to start vLLM until one succeeds; None where none does."""
     end = time.monotonic() + limit_s
     for engine in ENGINES:
@@ -158,6 +158,7 @@ def measure(shape: str, folder: Path, limit_s: float) -> dict[str, Any] | None:
         result.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "tools.peer_trl_gpu", "--shape", shape, "--engine", engine, "--folder", str(folder),
+            "--models", str(models),
         ]  # fmt: skip
         status = run_within(command, log, max(1.0, end - time.monotonic()), environment=ENVIRONMENT | os.environ)
         if result.is_file():
@@ -189,17 +190,18 @@ def main() -> int:
     parser.add_argument("--shape", choices=SEQUENCES, default="0.5b")
     parser.add_argument("--beside", type=Path, help="the folder of tools.gpu.whole_step")
     parser.add_argument("--engine", choices=ENGINES, help="make the steps in this process, with vLLM started so")
-    parser.add_argument("--folder", type=Path, help="for model and logs, to keep; default: one that goes at the end")
+    parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--folder", type=Path, help="for logs, to keep; default: one that goes at the end")
     parser.add_argument("--limit-s", type=float, default=240.0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
-        model = save(folder / "model" / arguments.shape, arguments.shape)
+        model = save(arguments.models / arguments.shape, arguments.shape)
         if arguments.engine is not None:
             found = train(model, arguments.shape, WORK, folder / "trl", ENGINES[arguments.engine])
             (folder / f"trl_{arguments.engine}.json").write_text(json.dumps(found))
             return 0
-        measured = measure(arguments.shape, folder, arguments.limit_s)
+        measured = measure(arguments.shape, arguments.models, folder, arguments.limit_s)
         if measured is None:
             return 1
         report(arguments.shape, measured, arguments.beside)

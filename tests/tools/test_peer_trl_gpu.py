@@ -69,7 +69,7 @@ def test_vllm_is_tried_again_without_compilation(starts: bool, tmp_path: Path, m
         return 1
 
     monkeypatch.setattr(peer, "run_within", pretend)
-    found = peer.measure("0.5b", tmp_path, 1.0)
+    found = peer.measure("0.5b", tmp_path, tmp_path, 1.0)
     assert tried == ["compiled", "graphs"]
     assert found == ({"step": 40.0, "engine": "graphs"} if starts else None)
     assert "no compiler" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ WORDS = ("the", "of", "to", "and", "is", "in", "answer", "number", "plus", "time
 """Of the tokenizer's corpus: each is one token with the blank before it."""
 CHARACTER = "7"
 """Whose share of a response is its reward: what random models sample differs in it."""
+MODELS = Path(tempfile.gettempdir()) / "rlflow-shapes"
+"""Where models are kept for the parts that come after."""
 LAST_LINES, LAST_SECONDS = 40, 15.0
 
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from rlflow.tracking.records import Record
 from tools.gpu.report import emit
-from tools.gpu.runs import deadline, prompts, steps_of, train, write_config
+from tools.gpu.runs import MODELS, deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
 
 PEAK_BANDWIDTH = 4.8e12
@@ -160,11 +160,12 @@ def table(name: str, phases: dict[str, float], bounds: dict[str, float], seen: R
     return shown
 
 
-def measure(name: str, steps: int, folder: Path, overrides: Sequence[str], until: float, work: Work = WORK) -> bool:
+def measure(
+    name: str, model: Path, folder: Path, overrides: Sequence[str], *, steps: int, until: float, work: Work = WORK
+) -> bool:
     """Run a shape and report it, also where the run was cut off behind its second step; whether it ended well."""
-    model = save(folder / "model" / name, name)
     texts = prompts(work.prompts * steps, work.prompt)
-    config = write_config(folder / name, model, texts, sections(name, work, steps))
+    config = write_config(folder / name, save(model, name), texts, sections(name, work, steps))
     good = train(config, overrides, until=until)
     done = steps_of(config)
     if len(done) > 1 or (good and done):
@@ -177,7 +178,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--steps", type=int, help=f"of each run, the warm-up included; default: {STEPS}")
-    parser.add_argument("--folder", type=Path, help="for models and runs, to keep; default: one that goes at the end")
+    parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for all shapes together")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
@@ -185,9 +187,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         for name in arguments.shapes:
-            steps = arguments.steps or STEPS[name]
+            steps, model = arguments.steps or STEPS[name], arguments.models / name
             try:
-                good = measure(name, steps, folder, arguments.overrides, until)
+                good = measure(name, model, folder, arguments.overrides, steps=steps, until=until)
             except Exception:
                 traceback.print_exc()  # the other shapes are measured all the same
                 good = False

@@ -26,7 +26,7 @@ from typing import Any
 
 from rlflow.tracking.records import Record
 from tools.gpu.report import emit
-from tools.gpu.runs import deadline, prompts, steps_of, train, write_config
+from tools.gpu.runs import MODELS, deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import SHAPES, save
 
 SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=4, vocab_size=16_384)
@@ -103,11 +103,11 @@ def tell(what: str, config: Path, steps: int) -> bool:
     return len(records) == steps and all(record.get("mismatch/kl", math.inf) < LARGEST_KL for record in records)
 
 
-def train_shape(name: str, folder: Path, overrides: Sequence[str], until: float) -> bool:
+def train_shape(name: str, model: Path, folder: Path, overrides: Sequence[str], until: float) -> bool:
     """PPO of a real model, which needs no second run and no proof that a shallow one has not had."""
     sections = merged(ppo(), {"actor": {"offload": False}, "bridge": {"startup_proof": False, "checksum": False}})
     texts = prompts(PROMPTS * 2, PROMPT)
-    config = write_config(folder / name, save(folder / "model" / name, name), texts, sections)
+    config = write_config(folder / name, save(model, name), texts, sections)
     good = train(config, overrides, until=until)
     return tell(f"PPO {name}: steps", config, 2) and good
 
@@ -155,17 +155,18 @@ class Jobs:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="for models and runs, to keep; default: one that goes at the end")
+    parser.add_argument("--models", type=Path, default=MODELS, help="of real shapes")
+    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=(), help="real models in place of shallow ones")
     parser.add_argument("--limit-s", type=float, default=240.0, help="for all runs together")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
-        how = (folder, arguments.overrides, deadline(arguments.limit_s))
+        how = folder, arguments.overrides, deadline(arguments.limit_s)
         if not arguments.shapes:
             return int(not succeeds(lambda: Jobs(*how, on_gpu=True).run()))
-        ended = [succeeds(partial(train_shape, name, *how)) for name in arguments.shapes]
+        ended = [succeeds(partial(train_shape, name, arguments.models / name, *how)) for name in arguments.shapes]
         return int(not all(ended))
 
 
