@@ -4,8 +4,8 @@
 
 A micro-batch is 16 packed sequences of 1,024 tokens, all of whose rows are scored, by default from logits that are
 computed once. MFU is (6·N·T + attention) over time and 989 TFLOP/s with all weights in N, for log-probs a third of the
-operations; `details` have it without an embedding from which tokens only take rows, too. Every variant has a process of
-its own. All take about 5 minutes.
+operations; `details` have it without an embedding that is not the head, too. Every variant has a process of its own.
+All take about 5 minutes.
 """
 
 from __future__ import annotations
@@ -167,33 +167,42 @@ def _product_rate() -> float | None:
 
 def report(name: str, variant: Variant, timing: Timing, work: Work, *, judged: bool) -> None:
     """Three measurements of a variant; `judged` tells whether targets are meant for it."""
-    shape, target = SHAPES[name], TARGETS[variant.spec][name] if judged else None
+    target = TARGETS[variant.spec][name] if judged else None
     bound = None if timing.product is None else round(timing.product / PEAK_FLOPS, 3)
-    common = {"target": target, "bound": bound, "against": f"bf16 product of {MATRIX}³"}
-    memory = {"peak_gib": round(timing.peak / GIB, 2), "reserved_gib": round(timing.reserved / GIB, 2)}
-    details = memory | {"loss": round(timing.loss_after, 4)}
+    several = work.micro_batches
+    optimizer = {"optimizer_s": round(timing.whole_step - several * timing.forward_backward, 4)}
+    for what, passes, micro_batches, seconds, wanted, details in (
+        ("", 3, 1, timing.forward_backward, target, _details(timing)),
+        (" whole step", 3, several, timing.whole_step, None, optimizer),
+        (" log-probs", 1, several, timing.log_probs, target, {}),
+    ):
+        mfu, speed = _speed(SHAPES[name], work.length, micro_batches * work.rows, passes, seconds)
+        emit(
+            "training", f"MFU {name} {variant}{what}", mfu, target=wanted, bound=bound,
+            against=f"bf16 product of {MATRIX}³", details=speed | details,
+        )  # fmt: skip
+    if timing.gpu is not None:
+        print(f"costliest kernels of {name} {variant}:", *timing.gpu.costliest, sep="\n", flush=True)
+
+
+def _speed(shape: Shape, length: int, tokens: int, passes: int, seconds: float) -> tuple[float, dict[str, float]]:
+    """MFU, and seconds and tokens a second; `passes`: how many times a forward's operations."""
+    usual, multiplied = (
+        round(passes * shape.forward_flops(length, tokens, whole=whole) / seconds / PEAK_FLOPS, 4)
+        for whole in (True, False)
+    )
+    speed = {"s": round(seconds, 4), "tokens_per_s": round(tokens / seconds)}
+    return usual, speed | ({} if multiplied == usual else {"without_embedding": multiplied})
+
+
+def _details(timing: Timing) -> dict[str, float]:
+    """What the GPU did in a forward and backward, memory, and what was learned."""
+    kernels: dict[str, float] = {}
     if timing.gpu is not None:
         busy = timing.gpu.busy / timing.forward_backward
-        details = {"kernels": timing.gpu.kernels, "busy": round(busy, 3)} | details
-        print(f"costliest kernels of {name} {variant}:", *timing.gpu.costliest, sep="\n", flush=True)
-    step = work.micro_batches
-    _emit_mfu(f"{name} {variant}", shape, work, 3, 1, timing.forward_backward, common, details)
-    optimizer = timing.whole_step - step * timing.forward_backward
-    extra = {"optimizer_s": round(optimizer, 4)}
-    _emit_mfu(f"{name} {variant} whole step", shape, work, 3, step, timing.whole_step, common | {"target": None}, extra)
-    _emit_mfu(f"{name} {variant} log-probs", shape, work, 1, step, timing.log_probs, common, {})
-
-
-def _emit_mfu(
-    what: str, shape: Shape, work: Work, passes: int, micro_batches: int, seconds: float, common: dict, details: dict
-) -> None:
-    """`passes`: how many times a forward's operations."""
-    tokens = micro_batches * work.rows
-    whole, multiplied = (
-        passes * shape.forward_flops(work.length, tokens, whole=flag) / seconds / PEAK_FLOPS for flag in (True, False)
-    )
-    speed = {"s": round(seconds, 4), "tokens_per_s": round(tokens / seconds), "multiplied": round(multiplied, 3)}
-    emit("training", f"MFU {what}", round(whole, 4), **common, details=speed | details)
+        kernels = {"kernels": timing.gpu.kernels, "busy": round(busy, 3)}
+    memory = {"peak_gib": round(timing.peak / GIB, 2), "reserved_gib": round(timing.reserved / GIB, 2)}
+    return kernels | memory | {"loss": round(timing.loss_after, 4)}
 
 
 def report_losses(name: str, losses: dict[str, float]) -> None:
