@@ -9,7 +9,7 @@ from megatron_bridge.compat import take_no_vllm_routing
 from megatron_bridge.families import Architecture
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
-from rlflow.rollout.vllm_process import cache_bytes, engine_options
+from rlflow.rollout.vllm_process import cache_bytes, capture_sizes, engine_options
 
 QWEN2_0B5 = Architecture(
     family="qwen2", layers=24, hidden=896, heads=14, kv_heads=2, head_dim=64, ffn=4864, vocab=151936, tied=True,
@@ -49,6 +49,24 @@ def test_a_cpu_has_neither_graphs_nor_sleep() -> None:
     on_gpu = engine_options(QWEN2_0B5, config, dtype="bfloat16", timeout_seconds=5, on_gpu=True)
     assert not on_gpu["enforce_eager"]
     assert on_gpu["enable_sleep_mode"]
+
+
+@pytest.mark.parametrize("most", [1, 5, 64, 256, 1000, 1024])
+def test_graphs_reach_the_largest_batch_and_pad_a_sixteenth_of_it_at_most(most: int) -> None:
+    sizes = capture_sizes(most)
+    assert sizes[-1] == most
+    assert len(sizes) <= 27  # 16 steps, and powers of two below the first
+    padding = [min(size for size in sizes if size >= batch) - batch for batch in range(1, most + 1)]
+    assert max(padding) < max(2, most / 16 + 1)
+
+
+def test_matching_the_trainer_takes_float32_logits() -> None:
+    def overrides(match_trainer: bool) -> object:
+        config = Rollout(match_trainer=match_trainer)
+        return engine_options(QWEN2_0B5, config, dtype="bfloat16", timeout_seconds=5, on_gpu=True).get("hf_overrides")
+
+    assert overrides(False) is None
+    assert overrides(True) == {"head_dtype": "float32"}
 
 
 def test_pipeline_stages_hold_the_cache_of_their_own_layers() -> None:
