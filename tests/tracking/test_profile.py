@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlflow.config.schema import Actor, Algorithm, Config, Critic, Model, Rollout
+from rlflow.config.schema import Actor, Algorithm, Config, Critic, Model, Rollout, Tracking
+from rlflow.config.schema import Profile as ProfileSection
+from rlflow.tracking import Tracker
 from rlflow.tracking.profile import Profile, profiled_ranks
 from rlflow.tracking.profile_table import profile_text
 from rlflow.tracking.spans import Recording, Span, Spans, own_times, read
@@ -139,6 +141,21 @@ def test_phases_are_ranges_of_nvtx_where_cuda_is_in_use(monkeypatch: pytest.Monk
     with Profile((), tmp_path, rank=0, trace=True).phase("sync"):
         calls.append("inside")
     assert calls == ["rlflow: sync", "inside", "end"]
+
+
+def test_a_run_shows_the_table_before_the_steps_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Config(
+        model=Model("model"), tracking=Tracking(tensorboard=False), profile=ProfileSection(steps=(2,), trace=False)
+    )  # fmt: skip
+    tracker = Tracker(config, tmp_path, is_main=True, total_steps=2)
+    for step in (1, 2):
+        tracker.begin(step)
+        with tracker.phase("update"):
+            torch.ones(4).add_(1)
+        tracker.end(step, {})
+    shown = capsys.readouterr().out
+    assert shown.index("step 1/2") < shown.index("step 2 on rank 0, CPU") < shown.index("step 2/2")
+    assert (tmp_path / "profile" / "step_000002_rank_0.txt").read_text() in shown
 
 
 def test_one_rank_of_each_role_is_profiled() -> None:
