@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from rlflow.models import has_transformer_engine
 from rlflow.roles import Engine
 from tests.workers import RankFailure, World
 from tools.gpu.report import emit
+from tools.gpu.runs import MODELS
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
 from tools.gpu.timing import GpuWork, gpu_work, seconds_of
 
@@ -270,7 +270,7 @@ def main() -> int:
     parser.add_argument("--specs", nargs="+", choices=TARGETS, help="default: te where it is installed, and local")
     parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--logprob-chunk-tokens", nargs="+", type=int, default=[Work().rows])
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
+    parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--variant-limit-s", type=float, default=100.0)
     arguments = parser.parse_args()
     specs = arguments.specs or [*["te"] * has_transformer_engine(torch.bfloat16), "local"]
