@@ -50,8 +50,8 @@ class Profile:
     """`begin(step)`, some `phase(name)` blocks, `end(step)`; of steps other than `steps` it only marks the phases.
 
     A profiled step leaves `step_000003_rank_0.txt` in `folder`, the table, and with `trace` a file for Perfetto beside
-    it. Recording slows the step down, and writing the trace of a long rollout takes a minute, which counts for the next
-    step.
+    it. Recording slows the step down; to read and write what a rollout of a million kernels leaves takes some ten
+    seconds, which count for the next step.
     """
 
     def __init__(self, steps: tuple[int, ...], folder: Path, *, rank: int, trace: bool) -> None:
