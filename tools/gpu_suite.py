@@ -43,8 +43,8 @@ TAIL = 1500  # characters of the log of a failed part that are shown
 class Part:
     """A program and how long it may take.
 
-    In its arguments `{out}` is a folder that it may make for logs, `{scratch}` one that parts share for models and
-    runs, `{limit}` the seconds that it has. It is left out where a package that it `needs` is not installed.
+    In its arguments `{out}` is a folder that it may make for logs, `{scratch}` one that parts share for their runs,
+    `{limit}` the seconds that it has. It is left out where a package that it `needs` is not installed.
     """
 
     name: str
@@ -59,19 +59,17 @@ class Part:
         return [sys.executable, "-m", module, *(text.format_map(values) for text in self.arguments.split())]
 
 
-RUNS = "--limit-s {limit} --models {scratch}/models"
-
 PARTS = (
     Part("correctness", 400, "--limit-s {limit} --out {out}"),
     Part("works", 240, "--limit-s {limit} --folder {scratch}/works", needs=("vllm",)),
     Part("head", 100),
     Part("kernels", 120),
-    Part("training", 400, "--models {scratch}/models"),
-    Part("rollout", 420, RUNS, needs=("vllm",)),
-    Part("phase_change", 220, RUNS, needs=("vllm",)),
-    Part("numerics", 250, RUNS, needs=("vllm",)),
-    Part("whole_step", 500, f"{RUNS} --folder {{scratch}}/whole_step", needs=("vllm",)),
-    Part("peer", 250, f"{RUNS} --beside {{scratch}}/whole_step", ("vllm", "trl"), "tools.peer_trl_gpu"),
+    Part("training", 400),
+    Part("rollout", 420, "--limit-s {limit}", needs=("vllm",)),
+    Part("phase_change", 220, "--limit-s {limit}", needs=("vllm",)),
+    Part("numerics", 250, "--limit-s {limit}", needs=("vllm",)),
+    Part("whole_step", 500, "--limit-s {limit} --folder {scratch}/whole_step", needs=("vllm",)),
+    Part("peer", 250, "--limit-s {limit} --beside {scratch}/whole_step", ("vllm", "trl"), "tools.peer_trl_gpu"),
     Part("memory", 300, "--limit-s {limit} --out {out}"),
 )
 
