@@ -1,0 +1,81 @@
+"""The calibration of predicted memory: coefficients come back from peaks that were made with them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlflow.config.check import check
+from rlflow.errors import UserError
+from rlflow.inspect.calibration import GIB, Calibration, load_calibration
+from rlflow.inspect.memory import predict
+from tools.gpu.calibrate import Measured, architecture, fit
+from tools.gpu.memory import CASES, WHOLE_RUNS, finished_run, write
+from tools.gpu.shapes import SHAPES
+
+TRUE = Calibration(
+    libraries=0.5, kept_local=0.9, kept_te=1.1, kept_shared=1.8, passing=1.3, gradients=1.2, logits=1.1, rollout=2.0,
+    sampling=5.0, prefill=0.8,
+)  # fmt: skip
+
+
+def made_with(calibration: Calibration) -> list[Measured]:
+    """All that the tool measures, as it would come out if these coefficients were exact."""
+    plans = [Measured(str(case), case.shape, case.sections(), True, False, {}) for case in CASES]
+    plans += [Measured(what, shape, sections, True, True, {}) for what, (shape, sections) in WHOLE_RUNS.items()]
+    return [replace(plan, gib=peaks_of(plan, calibration)) for plan in plans]
+
+
+def peaks_of(plan: Measured, calibration: Calibration) -> dict[str, float]:
+    models = dict.fromkeys(("actor", "reference"), architecture(plan.shape))
+    found = predict(
+        plan.run(), models, 1, calibration, has_transformer_engine=True, with_rollout=plan.with_rollout
+    )  # fmt: skip
+    return {phase: peak.total(calibration) / GIB for phase, peak in found.items()}
+
+
+def test_coefficients_are_found_from_the_peaks_that_they_make() -> None:
+    """All but one: no configuration is so that a forward over prompts takes more than the sampler."""
+    measured = made_with(TRUE)
+    assert len({one.what for one in measured}) == len(measured) >= 6
+    found = fit(measured)
+    assert max(one.largest_error(found) for one in measured) < 0.003
+    for name in ("kept_local", "kept_te", "kept_shared"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.03)
+    assert found.rollout == pytest.approx(TRUE.rollout, abs=0.1)
+
+
+def test_whole_runs_are_good_configurations() -> None:
+    """But for what the tool writes to files: model, data, rewards."""
+    files = ("model.", "data.", "trainer.output_dir", "rewards")
+    for what, (shape, sections) in WHOLE_RUNS.items():
+        faults = check(Measured(what, shape, sections, True, True, {}).run(), 1, "train")
+        assert not [fault for fault in faults if not fault.key.startswith(files)]
+
+
+def test_a_finished_run_is_read_with_what_it_was(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(vars(SHAPES["1.5b"])))
+    config = {"model": {"path": str(model)}, "actor": {"offload": True}, "trainer": {"output_dir": "somewhere"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    steps = [{"memory/generate_gib": 1.0}, {"memory/generate_gib": 2.0, "memory/score_gib": 9.0, "time/step": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    found = finished_run(tmp_path, "mine")
+    assert found.gib == {"generate": 2.0}
+    assert found.shape == "1.5b"
+    assert found.config["actor"] == {"offload": True}
+    assert "trainer" not in found.config
+
+
+def test_a_written_calibration_is_what_predictions_take(tmp_path: Path) -> None:
+    write(tmp_path / "calibration.json", [], TRUE)
+    assert load_calibration(tmp_path / "calibration.json") == TRUE
+    load_calibration()  # the one of the package
+    (tmp_path / "calibration.json").write_text('{"coefficients": {"kept": 1.0}, "measurements": []}')
+    with pytest.raises(UserError, match="coefficients kept are unknown"):
+        load_calibration(tmp_path / "calibration.json")
+    (tmp_path / "calibration.json").write_text("[]")
+    with pytest.raises(UserError, match="must hold coefficients"):
+        load_calibration(tmp_path / "calibration.json")
