@@ -44,7 +44,7 @@ _ALWAYS: dict[str, Any] = {
     "persist_layer_norm": False,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,  # core attention rotates, by positions that packing decides
+    "apply_rope_fusion": False,  # self-attention rotates, by positions that packing decides
     "bias_activation_fusion": False,
     "use_te_activation_func": True,  # despite its name: take the activation from the layer spec
 }

@@ -143,7 +143,7 @@ def build_stage(
             max_sequence_length=arch.max_positions,
             pre_process=grid.is_first_stage and chunk == 0,
             post_process=grid.is_last_stage and chunk == (chunks or 1) - 1,
-            position_embedding_type="none",  # core attention rotates
+            position_embedding_type="none",  # self-attention rotates
             share_embeddings_and_output_weights=tied,
             pg_collection=grid.groups,
             vp_stage=vp_stage,
