@@ -11,7 +11,7 @@ from rlflow.errors import UserError
 from rlflow.inspect.calibration import GIB, Calibration, load_calibration
 from rlflow.inspect.memory import predict
 from tools.gpu.calibrate import Measured, architecture, fit
-from tools.gpu.memory import CASES, WHOLE_RUNS, finished_run, write
+from tools.gpu.memory import CASES, WHOLE_RUNS, finished_run, given_runs, write
 from tools.gpu.shapes import SHAPES
 
 TRUE = Calibration(
@@ -67,6 +67,7 @@ def test_a_finished_run_is_read_with_what_it_was(tmp_path: Path) -> None:
     assert found.shape == "1.5b"
     assert found.config["actor"] == {"offload": True}
     assert "trainer" not in found.config
+    assert [one.gib for one in given_runs([tmp_path, tmp_path / "nowhere"])] == [found.gib]
 
 
 def test_a_written_calibration_is_what_predictions_take(tmp_path: Path) -> None:
