@@ -18,7 +18,7 @@ SMOLLM2 = {  # SmolLM2-135M-Instruct
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000, "tie_word_embeddings": True,
 }  # fmt: skip
 TINY = {**SMOLLM2, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-MODELS = {"quickstart": SMOLLM2, "quickstart_ppo": SMOLLM2, "tiny": TINY}
+MODELS = {"quickstart": SMOLLM2, "quickstart_ppo": SMOLLM2, "reasoning_gym": SMOLLM2, "tiny": TINY}
 TWO_NODES = {"qwen2.5-7b-2x8a100", "qwen2.5-7b-ppo-2x8a100"}
 
 
@@ -27,7 +27,9 @@ def test_all_recipes_are_tested_here() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recipes_for_a_laptop_are_good(name: str, tmp_path: Path) -> None:
+def test_small_recipes_are_good(name: str, tmp_path: Path) -> None:
+    if name == "reasoning_gym":
+        pytest.importorskip("reasoning_gym")
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
     data = write_data(tmp_path / "data.jsonl")
     paths = {"model.path": tmp_path, "data.train": data, "data.evaluation": data, "trainer.output_dir": tmp_path}
