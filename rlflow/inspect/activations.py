@@ -52,11 +52,15 @@ class Widths(NamedTuple):
         return 2 * self.hidden + max(2 * self.projected + self.outputs, self.feed_forward)
 
 
-def widths(arch: Architecture, layer: int, role: Role) -> Widths:
-    """A layer's widths on a rank of the role's grid; experts are taken to be met equally often."""
+def widths(arch: Architecture, layer: int, role: Role, seen: float = 1.0) -> Widths:
+    """A layer's widths on a rank of the role's grid, for each row of queries; all experts are met equally often.
+
+    `seen`: rows of keys and values that the kernel is given, those of prompts for each response.
+    """
     tensor = role.tensor_parallel_size
     hidden = arch.hidden / (tensor if role.sequence_parallel else 1)
-    attention = _attention_widths(arch, tensor, role.context_parallel_size)
+    queries, keys, values, outputs = _attention_widths(arch, tensor)
+    attention = (queries, keys * seen, values * seen, outputs)
     if (experts := arch.experts) is None or not arch.has_experts(layer):
         return Widths(hidden, *attention, neurons=arch.ffn / tensor)
     neurons = (experts.per_token * experts.ffn + experts.shared_ffn) / tensor
@@ -64,13 +68,13 @@ def widths(arch: Architecture, layer: int, role: Role) -> Widths:
     return Widths(hidden, *attention, neurons=neurons, routed=experts.per_token * arch.hidden * cut / tensor)
 
 
-def _attention_widths(arch: Architecture, tensor: int, context: int) -> tuple[float, float, float, float]:
-    """Of queries, keys, values and outputs; keys and values come from all context-parallel ranks."""
+def _attention_widths(arch: Architecture, tensor: int) -> tuple[float, float, float, float]:
+    """Of queries, keys, values and outputs."""
     heads = arch.heads / tensor
     if (latent := arch.latent) is not None:
         keys = heads * (latent.nope + latent.rope)
-        return keys, keys * context, heads * latent.value * context, heads * latent.value
-    shared = max(1.0, arch.kv_heads / tensor) * arch.head_dim * context
+        return keys, keys, heads * latent.value, heads * latent.value
+    shared = max(1.0, arch.kv_heads / tensor) * arch.head_dim
     return heads * arch.head_dim, shared, shared, heads * arch.head_dim
 
 
@@ -79,6 +83,7 @@ class Rows(NamedTuple):
 
     computed: int
     scored: int  # response tokens whose log-probs are wanted
+    seen: float = 1.0  # rows of keys and values for each one that is computed
 
 
 class Activations(NamedTuple):
@@ -95,7 +100,7 @@ def activations(
     arch: Architecture, role: Role, layers: Sequence[int], rows: Rows, itemsize: int, logit_bytes: int
 ) -> Activations:
     """Of a rank with these layers; numbers have `itemsize` bytes, a logit `logit_bytes`, 0 before the last stage."""
-    each = [widths(arch, layer, role) for layer in layers]
+    each = [widths(arch, layer, role, rows.seen) for layer in layers]
     kept = sum(width.kept for width in each)
     again = 0.0
     if role.recompute == "full":  # of each layer its input stays

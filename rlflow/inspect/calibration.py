@@ -24,7 +24,6 @@ class Calibration:
     libraries: float = 0.6  # GiB: CUDA's context, cuBLAS's workspace, kernels
     kept_local: float = 1.0  # activations for the backward pass, by megatron's local layer spec
     kept_te: float = 1.0  # by Transformer Engine's
-    kept_shared: float = 1.0  # by the local spec where responses share the rows of their prompt
     passing: float = 1.0  # activations of a layer in a forward that keeps nothing
     gradients: float = 1.0  # activations' gradients in a layer's backward pass
     logits: float = 1.0

@@ -65,9 +65,7 @@ class PlacedRole:
     @property
     def kept_coefficient(self) -> str:
         """Of a calibration, for the activations that its layers keep."""
-        if self.uses_transformer_engine:
-            return "kept_te"
-        return "kept_shared" if self.shares_prompts and self._config.rollout.n > 1 else "kept_local"
+        return "kept_te" if self.uses_transformer_engine else "kept_local"
 
     def state(self, rank: int) -> dict[str, float]:
         """Bytes of weights, and of a trained role's gradients and optimizer, by these names."""
@@ -136,27 +134,21 @@ class PlacedRole:
         chunks = behind + 1 if vpp == 1 else 2 * behind + (vpp - 1) * pp + 1
         return min(chunks, self._micro_batches * vpp) / vpp
 
-    @property
-    def shares_prompts(self) -> bool:
-        role = self.role
-        whole = role.context_parallel_size == 1 and not role.cuda_graphs
-        return role.share_prompts and whole and not self.uses_transformer_engine
-
     @cached_property
     def rows(self) -> Rows:
         """Of the largest micro-batch, on each context-parallel rank.
 
         Responses are as long as they may be; where they may end earlier, micro-batches are as full as they may be.
         """
-        rollout, role = self._config.rollout, self.role
-        length, count = self._row_length, self._micro_batches
-        computed: float = max(role.micro_batch_tokens, self._longest)
-        computed = min(computed, self._samples * length)
+        rollout, role, context = self._config.rollout, self.role, self.role.context_parallel_size
+        length = self._row_length
+        computed: float = min(max(role.micro_batch_tokens, self._longest), self._samples * length)
         if rollout.ignore_eos:
-            computed = math.ceil(self._samples / count) * length
+            computed = math.ceil(self._samples / self._micro_batches) * length
         scored = computed * rollout.max_response_length / length
         part = row_multiple(role.micro_batch_tokens, 1) if role.cuda_graphs else 1
-        return Rows(*(math.ceil(rows / part) * part // role.context_parallel_size for rows in (computed, scored)))
+        computed, scored = (math.ceil(rows / part) * part // context for rows in (computed, scored))
+        return Rows(int(computed), int(scored), seen=context * self._longest / length)
 
     @property
     def _longest(self) -> int:
@@ -165,9 +157,11 @@ class PlacedRole:
 
     @property
     def _row_length(self) -> float:
-        """Rows of a sample on average, with its part of the prompt."""
-        prompt, n = self._config.rollout.max_prompt_length, self._config.rollout.n
-        return self._longest - prompt + (prompt / n if self.shares_prompts else prompt)
+        """Rows of a sample on average, with its part of the prompt, which context-parallel ranks do not share."""
+        prompt, shared_by = self._config.rollout.max_prompt_length, self._config.rollout.n
+        if not self.role.share_prompts or self.role.context_parallel_size > 1:
+            shared_by = 1
+        return self._longest - prompt + prompt / shared_by
 
     @property
     def _samples(self) -> int:

@@ -137,8 +137,13 @@ def test_the_spec_decides_whose_coefficient_counts() -> None:
     for options, coefficient in (({"transformer_engine": True}, "kept_te"), ({}, "kept_local")):
         peak = peaks(configuration(), **options)["update/actor"]
         assert coefficient in {part.coefficient for part in peak.parts}
-    shared = configuration(actor={"share_prompts": True})
-    assert "kept_shared" in {part.coefficient for part in peaks(shared)["update/actor"].parts}
+
+
+def test_a_shared_prompt_is_computed_once_and_its_keys_are_there_for_each_response() -> None:
+    """5 prompts of 10 rows and 10 responses of 90; each response's queries see 100 rows of keys and values."""
+    found = parts(peaks(configuration(actor={"share_prompts": True}))["update/actor"])
+    by_row = LAYERS * (6 * HIDDEN + 3 * FFN) + 2 * HIDDEN
+    assert found["activations"] == 2 * ((5 * 10 + 10 * 90) * by_row + 10 * 100 * LAYERS * 2 * HIDDEN)
 
 
 def test_a_critic_has_no_logits() -> None:
