@@ -45,8 +45,7 @@ class PlacedRole:
 
     def _takes_transformer_engine(self, is_there: bool) -> bool:
         """As an engine decides: `is_there` tells whether it is installed and computes the model."""
-        by_default = is_there and self.role.context_parallel_size == 1 and self._config.model.dtype != "float32"
-        asked = self.role.transformer_engine
+        by_default, asked = is_there and self._config.model.dtype != "float32", self.role.transformer_engine
         return by_default if asked is None else asked
 
     def _layout(self, ranks: tuple[int, ...]) -> MegatronLayout:
