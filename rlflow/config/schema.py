@@ -78,7 +78,7 @@ class Role:
     overlap: bool = key("Overlap the data-parallel collectives with computation.", True)
     logprob_chunk_tokens: int = key(
         "Tokens whose logits exist at once; a micro-batch that scores no more has them computed once, not twice.",
-        1024, minimum=1,
+        2048, minimum=1,
     )  # fmt: skip
     transformer_engine: bool | None = key(
         "Take Transformer Engine's layers; null: where they are installed and compute the model.", None

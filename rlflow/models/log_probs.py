@@ -24,7 +24,7 @@ def token_log_probs(
     shard: VocabShard,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 2048,
     with_entropy: bool = False,
     exact_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:

@@ -106,7 +106,7 @@ def build_policy(
     config: TransformerConfig,
     *,
     padded_vocab: int,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 2048,
     exact_logits: bool = False,
     chunk: int = 0,
 ) -> PolicyModel:

@@ -84,7 +84,7 @@ class Engine:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
         overlap: bool = True,
-        logprob_chunk_tokens: int = 1024,
+        logprob_chunk_tokens: int = 2048,
         exact_logits: bool = False,
         deterministic: bool = False,
         transformer_engine: bool | None = None,
