@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.gpu.processes import run_within
 from tools.gpu.report import emit
@@ -80,16 +81,15 @@ def run_all(files: Sequence[Path], out: Path, limit: float, jobs: int, expressio
 def report(file: Path, tally: Tally, log: Path) -> bool:
     """One measurement of a file; returns whether all of its tests that can run here passed."""
     counts = tally.outcomes
-    details = {"skipped": counts["SKIPPED"], "unfinished": tally.unfinished, "s": round(tally.seconds)}
+    details: dict[str, Any] = {"skipped": counts["SKIPPED"], "unfinished": tally.unfinished, "s": round(tally.seconds)}
     if tally.failures:
         details |= {"failed": ", ".join(name.partition("::")[2] for name in tally.failures)}
     how = "out of time" if tally.status is None else f"pytest ended with {tally.status}"
     good = tally.status in FINE
     wanted = max(tally.collected - counts["SKIPPED"], 0 if good else 1)
-    emit(
-        "correctness", file.name, counts["PASSED"], "passed", target=wanted,
-        details=details | ({} if good else {"ended": how}),
-    )  # fmt: skip
+    if not good:
+        details |= {"ended": how}
+    emit("correctness", file.name, counts["PASSED"], "passed", target=wanted, details=details)
     if not good:
         print(f"--- {file.name}: {how}\n{log.read_text(errors='replace')[-TAIL:]}", flush=True)
     return good
