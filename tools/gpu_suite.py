@@ -70,6 +70,7 @@ PARTS = (
     Part("numerics", 250, "--limit-s {limit}", needs=("vllm",)),
     Part("whole_step", 500, "--limit-s {limit} --folder {scratch}/whole_step", needs=("vllm",)),
     Part("peer", 250, "--limit-s {limit} --beside {scratch}/whole_step", ("vllm", "trl"), "tools.peer_trl_gpu"),
+    Part("learning", 300, "--limit-s {limit}", ("vllm", "reasoning_gym")),
     Part("memory", 300, "--limit-s {limit} --out {out}"),
 )
 

@@ -84,14 +84,12 @@ def report(file: Path, tally: Tally, log: Path) -> bool:
     details: dict[str, Any] = {"skipped": counts["SKIPPED"], "unfinished": tally.unfinished, "s": round(tally.seconds)}
     if tally.failures:
         details |= {"failed": ", ".join(name.partition("::")[2] for name in tally.failures)}
-    how = "out of time" if tally.status is None else f"pytest ended with {tally.status}"
     good = tally.status in FINE
     wanted = max(tally.collected - counts["SKIPPED"], 0 if good else 1)
     if not good:
-        details |= {"ended": how}
-    emit("correctness", file.name, counts["PASSED"], "passed", target=wanted, details=details)
-    if not good:
+        how = details["ended"] = "out of time" if tally.status is None else f"pytest ended with {tally.status}"
         print(f"--- {file.name}: {how}\n{log.read_text(errors='replace')[-TAIL:]}", flush=True)
+    emit("correctness", file.name, counts["PASSED"], "passed", target=wanted, details=details)
     return good
 
 
