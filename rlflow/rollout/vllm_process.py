@@ -19,7 +19,7 @@ from megatron_bridge.families.architecture import Architecture
 from rlflow.config.schema import Rollout
 from rlflow.errors import UserError
 from rlflow.parallel.sub_world import restore_environment
-from rlflow.rollout import decoding, routing
+from rlflow.rollout import choice, decoding, routing
 from rlflow.rollout.seeds import preserved_generators
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
                 compat.take_no_vllm_routing(llm)
         elif compat.vllm_keeps_state_on_gpu(llm):
             decoding.install(llm)
+            choice.install()
         return llm
 
 

@@ -6,8 +6,11 @@ import pytest
 
 from rlflow import parallel
 from rlflow.batch import Prompt, Sample
+from tests.gpu.devices import needs_gpus
 from tests.gpu.ranks import prompts, start_rollout
 from tests.workers import World
+
+pytestmark = needs_gpus(1)
 
 Response = tuple[list[int], list[float]]
 STOPS = 2000  # ids that end a response: one in 76 of the vocabulary's

@@ -1,0 +1,75 @@
+"""The kernels that choose tokens, in Triton's interpreter, against softmax in float64."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+HERE = "tests.rollout.test_choice"
+DRAWS = 100  # few, because the interpreter takes milliseconds for each; tests/gpu draws many
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="tests/gpu runs the kernels themselves")
+def test_the_kernels_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-m", HERE], env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def check(device: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Scores, greedy rows and filtered tokens of random logits whose rows lie further apart than they are long."""
+    from rlflow.rollout.choice_kernel import choose
+
+    draw = torch.Generator().manual_seed(rows)
+    held = (4 * torch.randn(rows, vocab + 3, generator=draw)).to(dtype)
+    held[0, 5:] = -torch.inf
+    logits = held.to(device)[:, :vocab]
+    temperatures = torch.tensor([1.0, 0.0, 0.5] * rows)[:rows].to(device)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=draw).to(device)
+    slots = torch.arange(rows, dtype=torch.int32).flip(0).to(device)
+    positions = torch.arange(rows).to(device)
+    tokens, log_probs = choose(logits, slots, temperatures, seeds, positions)
+    expected = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert (log_probs.double() - expected).abs().max() < 1e-5
+    greedy = temperatures[slots.long()] == 0
+    assert torch.equal(tokens[greedy], logits.argmax(-1)[greedy])
+    assert tokens[0] < 5
+    assert torch.equal(tokens, choose(logits, slots, temperatures, seeds, positions)[0])
+
+
+def check_frequencies(device: str, vocab: int, draws: int) -> None:
+    """Each token comes as often as its probability says, over positions and over seeds."""
+    from rlflow.rollout.choice_kernel import choose
+
+    row = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
+    logits = row.to(device).expand(draws, -1)
+    one, many = torch.zeros(draws, dtype=torch.int32), torch.arange(draws, dtype=torch.int32)
+    for slots, positions in ((one, many), (many, one)):
+        tokens, _ = choose(
+            logits, slots.to(device), torch.ones(draws).to(device),
+            torch.randint(2**62, (draws,), generator=torch.Generator().manual_seed(2)).to(device),
+            positions.to(device),
+        )  # fmt: skip
+        wanted = row.double().softmax(0) * draws
+        seen = torch.bincount(tokens.cpu(), minlength=vocab).double()
+        often = wanted > 5
+        squares = ((seen - wanted).square() / wanted)[often].sum().item()
+        freedom = int(often.sum())
+        assert squares < freedom + 5 * (2 * freedom) ** 0.5  # χ², five standard deviations
+
+
+def _interpret() -> None:
+    from rlflow.rollout import choice_kernel
+
+    choice_kernel.CHUNK = 8  # several chunks, the last one short
+    check("cpu", torch.float32, 7, 20)
+    check("cpu", torch.float32, 3, 8)
+    check_frequencies("cpu", 12, DRAWS)
+
+
+if __name__ == "__main__":
+    _interpret()
