@@ -85,8 +85,8 @@ class Role:
     )
     cuda_graphs: bool = key(
         "Capture the forward and backward pass of a micro-batch once for a shape and replay it, which pays where "
-        "launching kernels takes longer than they do: models below about 2 billion weights. Prompts are not shared "
-        "then; without CUDA there are none.", False,
+        "launching kernels takes longer than they do: models below about 2 billion weights; "
+        "without CUDA there are none.", False,
     )  # fmt: skip
     offload: bool = key(
         "Keep weights, gradients and optimizer state in host memory while they are not needed; a CPU moves nothing.",
