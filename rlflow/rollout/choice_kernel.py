@@ -27,7 +27,7 @@ def choose(
     peaks = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     masses, log_probs = torch.empty_like(peaks), torch.empty_like(peaks[:, 0])
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _summarize[(chunks, rows)](logits, logits.stride(0), peaks, masses, vocab, chunks, CHUNK)
+    _summarize[(rows * chunks,)](logits, logits.stride(0), peaks, masses, vocab, chunks, CHUNK)
     _choose[(rows,)](
         logits, logits.stride(0), slots, temperatures, seeds, positions, peaks, masses, tokens, log_probs, vocab,
         chunks, CHUNK, triton.next_power_of_2(chunks),
@@ -38,7 +38,7 @@ def choose(
 @triton.jit
 def _summarize(logits, stride, peaks, masses, vocab, chunks, CHUNK: tl.constexpr):
     """The largest logit of a chunk, and the sum of exp(logit − largest); one without finite logits has no mass."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     values = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
     peak = tl.max(values, 0)
