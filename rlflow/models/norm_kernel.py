@@ -17,8 +17,12 @@ from rlflow.models.sums_kernel import add_up
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 2048, 4096
 """Of the rows that a program holds at a time; a longer row is held whole all the same."""
 
-PROGRAMS_PER_PROCESSOR = 4
-"""Of the backward pass: each works off many rows, and leaves one row of partial sums for the weight's gradient."""
+PROGRAMS_PER_PROCESSOR = 3
+"""Of the backward pass, as many as its registers let run at once: each works off many rows, and leaves one row of
+partial sums for the weight's gradient."""
+
+STAGES_BACKWARD = 1
+"""Rows that are loaded ahead of those that are worked on, and these themselves."""
 
 
 def normalize(states: Tensor, weight: Tensor, eps: float, center: float) -> tuple[Tensor, Tensor]:
@@ -49,7 +53,8 @@ def normalize_backward(
     parts = torch.empty(programs, columns, dtype=torch.float32, device=states.device)
     _normalize_backward[(programs,)](
         grad, states, weight, scales, states if passed is None else passed, grad_states, parts,
-        rows, columns, center, passed is not None, height, block, num_warps=_warps(height * block, 512),
+        rows, columns, center, passed is not None, height, block, STAGES_BACKWARD,
+        num_warps=_warps(height * block, 512),
     )  # fmt: skip
     return grad_states, add_up(parts, weight.dtype)
 
@@ -80,13 +85,13 @@ def _normalize(states, weight, out, scales, rows, columns, eps, center, HEIGHT: 
 @triton.jit
 def _normalize_backward(
     grad, states, weight, scales, passed, grad_states, parts,
-    rows, columns, center, PASSED: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    rows, columns, center, PASSED: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs take turns at HEIGHT rows; each leaves the sums over its rows in its own row of `parts`."""
     column = tl.arange(0, BLOCK)
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + center
     total = tl.zeros([HEIGHT, BLOCK], tl.float32)
-    for start in range(tl.program_id(0) * HEIGHT, rows, tl.num_programs(0) * HEIGHT):
+    for start in tl.range(tl.program_id(0) * HEIGHT, rows, tl.num_programs(0) * HEIGHT, num_stages=STAGES):
         row = (start + tl.arange(0, HEIGHT)).to(tl.int64)
         inside = (row[:, None] < rows) & (column[None, :] < columns)
         place = row[:, None] * columns + column[None, :]
