@@ -72,7 +72,7 @@ def measure(folder: Path, variant: Variant) -> dict[str, Any]:
     rollout = VLLMRollout(
         architecture, str(folder), config, AutoTokenizer.from_pretrained(folder), dtype="bfloat16", seed=0
     )
-    trainer = _engine(folder, torch.bfloat16, **{"exact_logits": True} if variant.match_trainer else {})
+    trainer = _engine(folder, torch.bfloat16, exact_logits=variant.match_trainer)
     rollout.sync(trainer.layout, trainer.parameters_by_name())
     reference = _engine(folder, torch.float32)
     found: dict[str, Any] = {"in_place": rollout.weights.in_place}

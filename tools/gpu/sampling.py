@@ -89,7 +89,7 @@ def plain(folder: Path, work: Work, *, defaults: bool = False) -> Sampler:
 
     prepare_environment(on_gpu=True)
     del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # a fork cannot use CUDA, which is initialised by then
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork cannot use CUDA, which is initialised by then
     from vllm import LLM, SamplingParams
 
     options = engine_options(
