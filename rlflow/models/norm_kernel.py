@@ -22,7 +22,7 @@ PROGRAMS_PER_PROCESSOR = 3
 partial sums for the weight's gradient."""
 
 STAGES_BACKWARD = 1
-"""Rows that are loaded ahead of those that are worked on, and these themselves."""
+"""Blocks of rows in flight: those that are worked on, and those that are loaded ahead of them."""
 
 
 def normalize(states: Tensor, weight: Tensor, eps: float, center: float) -> tuple[Tensor, Tensor]:

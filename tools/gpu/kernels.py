@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlflow.models import activation, activation_kernel, norm, norm_kernel, rope, rope_kernel
+from rlflow.models import activation, norm, norm_kernel, rope, rope_kernel
 from rlflow.models.products import add_product
 from tools.gpu.report import emit
 from tools.gpu.shapes import SHAPES, Shape
