@@ -93,7 +93,7 @@ class WeightReceiver:
         Returns when all ranks have theirs. UserError where tensors are missing, or have values that vLLM's dtype does
         not hold, before anything is written anywhere; SyncError on the other ranks then, and where not all arrived.
         """
-        missing = missing_parts(layout, self._rank, tensors, self.layout)
+        missing = [] if self._is_known(layout, tensors) else missing_parts(layout, self._rank, tensors, self.layout)
         self._require_none(missing or self._beyond_range(layout, tensors))
         traffic = self._write(layout, tensors) if self.in_place else self._load(layout, tensors)
         if self._llm is not None and (self.in_place or device().type == "cpu"):
@@ -142,13 +142,17 @@ class WeightReceiver:
 
         They may lie elsewhere each time: between two syncs their memory may have been given to others.
         """
-        given = dict(tensors.items())
-        known = self._last is not None and self._last[0] == layout and _are_same(self._last[1], given)
+        known = self._is_known(layout, tensors)
         # A new transfer's first run agrees with the other ranks' first runs: where one rank needs it, all make one.
         known_everywhere = all(same for (same,) in gather_integers(or_default(None), [known]))
         if self._last is None or not known_everywhere:
+            given = dict(tensors.items())
             self._last = layout, given, self._connect(layout, self.layout, tensors, self._tensors)
         return self._last[2]
+
+    def _is_known(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the last transfer was made for these very tensors."""
+        return self._last is not None and self._last[0] == layout and _are_same(self._last[1], tensors)
 
     def _connect(
         self, source: Layout, target: Layout, held: Mapping[str, torch.Tensor], filled: Mapping[str, torch.Tensor]
