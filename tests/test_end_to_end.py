@@ -1,10 +1,11 @@
 """The commands on tiny models, from the configuration file to the exported model, with real Megatron and vLLM."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from megatron_bridge.checkpoints import open_source
 from megatron_bridge.distcp_writer import write_torch_dist
 from megatron_bridge.families import load_architecture
-from tests.end_to_end import ROOT, configuration, records, rlflow, succeed
+from tests.end_to_end import configuration, records, rlflow, run_in, succeed
+from tests.workers import World
 
 # What no two runs have in common.
 CLOCKED = ("time/", "perf/", "memory/", "rollout/idle_fraction", "rollout/seconds_max", "rollout/tokens_per_second")
@@ -75,11 +77,11 @@ def test_the_exported_model_is_the_trained_one(trained: Path, tiny_model: Callab
     assert not torch.equal(before["model.layers.0.mlp.up_proj.weight"], after["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_a_resumed_run_repeats_the_unbroken_one(trained: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_the_unbroken_one(world: World, trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)
     shutil.rmtree(run / "checkpoints" / "step_000004")
-    succeed("train", trained / "config.yaml", "--nproc", "2", f"trainer.output_dir={run}")
+    run_in(world, 2, "train", trained / "config.yaml", f"trainer.output_dir={run}")
     unbroken, resumed = records(trained / "run"), records(run)
     assert [record["step"] for record in resumed] == [0, 1, 2, 3, 4]
     for theirs, ours in zip(unbroken, resumed, strict=True):
@@ -88,14 +90,14 @@ def test_a_resumed_run_repeats_the_unbroken_one(trained: Path, tmp_path: Path) -
 
 
 def test_a_run_starts_from_a_converted_folder(  # cases.md A31
-    trained: Path, tmp_path: Path, tiny_model: Callable[..., Path]
+    world: World, trained: Path, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     """At step 0 with a fresh optimizer: the first step is that of the run from the Hugging Face folder."""
     source, converted, run = tiny_model("qwen2"), tmp_path / "megatron", tmp_path / "run"
     layout, weights = open_source(source, load_architecture(source))
     write_torch_dist(converted, layout, weights, rank=0, model=source)
     options = (f"model.path={converted}", f"trainer.output_dir={run}", "trainer.steps=1")
-    succeed("train", trained / "config.yaml", "--nproc", "2", *options)
+    run_in(world, 2, "train", trained / "config.yaml", *options)
     assert [record["step"] for record in records(run)] == [0, 1]
     for theirs, ours in zip(records(trained / "run"), records(run), strict=False):
         same = [name for name in theirs if not name.startswith((*CLOCKED, "eval/"))]
@@ -125,8 +127,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_train(name: str, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
-    succeed("train", configuration(tmp_path, tiny_model("llama", tied=False), **VARIANTS[name]), "--nproc", "2")
+def test_variants_train(world: World, name: str, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    run_in(world, 2, "train", configuration(tmp_path, tiny_model("llama", tied=False), **VARIANTS[name]))
     last = records(tmp_path / "run")[-1]
     assert last["actor/first_ratio_error"] < 1e-5
     assert last["mismatch/log_prob_max"] < 1e-4
@@ -156,45 +158,48 @@ def test_one_failing_rank_ends_the_job_and_is_named_once(tmp_path: Path, tiny_mo
     assert timeouts == "[777.0]"
 
 
-def test_evaluation_and_generation_by_themselves(trained: Path) -> None:
-    output = succeed(
-        "eval", trained / "config.yaml", f"model.path={trained / 'run/model'}", "evaluation.n=4",
-        "evaluation.temperature=0.7",
-    )  # fmt: skip
+def test_evaluation_and_generation_by_themselves(world: World, trained: Path) -> None:
+    model, sampled = f"model.path={trained / 'run/model'}", ("evaluation.n=4", "evaluation.temperature=0.7")
+    output = run_in(world, 1, "eval", trained / "config.yaml", model, *sampled)
     for name in ("greedy/accuracy", "sampled/accuracy", "pass@1", "pass@2", "pass@4"):
         assert name in output
-    output = succeed("generate", trained / "config.yaml", "rollout.n=2", "--prompt", "3 plus 4 =")
+    output = run_in(world, 1, "generate", trained / "config.yaml", "rollout.n=2", "--prompt", "3 plus 4 =")
     assert output.count("response") == 2
 
 
-FRAMES = """
-import sys, torch, traceback
-from rlflow.cli import main
-step = torch.optim.AdamW.step
-def recorded(*arguments, **options):
-    frames = [frame.filename for frame in traceback.extract_stack() if "/rlflow/" in frame.filename]
-    print("FRAMES", *[name.rsplit("/rlflow/", 1)[1] for name in frames], flush=True)
-    return step(*arguments, **options)
-torch.optim.AdamW.step = recorded
-sys.exit(main(["train", sys.argv[1], "trainer.steps=1"]))
-"""
+def _frames(arguments: list[str]) -> list[str]:
+    """The files of the package that are on the stack of AdamW's step, from the command on."""
+    from rlflow import cli
+
+    package, found, step = str(Path(cli.__file__).parent), list[str](), torch.optim.AdamW.step
+
+    def recorded(*given: Any, **options: Any) -> Any:
+        names = [frame.filename for frame in traceback.extract_stack()]
+        found[:] = [name.removeprefix(package) for name in names if name.startswith(package)]
+        return step(*given, **options)
+
+    torch.optim.AdamW.step = recorded  # type: ignore[method-assign]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert cli.main(arguments) == 0
+    finally:
+        torch.optim.AdamW.step = step  # type: ignore[method-assign]
+    return found
 
 
-def test_the_optimizer_is_four_frames_from_the_command(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_the_optimizer_is_four_frames_from_the_command(
+    world: World, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
     config = configuration(tmp_path, tiny_model("qwen2"), evaluation={"at_start": False})
-    done = subprocess.run(
-        [sys.executable, "-c", FRAMES, str(config)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    frames = next(line for line in done.stdout.splitlines() if line.startswith("FRAMES")).split()[1:]
-    assert len(frames) <= 4, frames
+    frames = world(1, _frames, ["train", str(config), "trainer.steps=1"])[0]
+    assert 1 <= len(frames) <= 4, frames
 
 
-def test_experts_are_trained(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_experts_are_trained(world: World, tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """Qwen3-MoE, two experts on each of two ranks, which sample with all four; log-probs of both sides agree."""
     model = tiny_model("qwen3_moe", norm_topk_prob=True, num_hidden_layers=2)
     config = configuration(tmp_path, model, actor={"expert_parallel_size": 2}, trainer={"steps": 2})
-    succeed("train", config, "--nproc", "2")
+    run_in(world, 2, "train", config)
     for record in records(tmp_path / "run")[1:]:
         assert record["mismatch/log_prob_max"] < 1e-4
         assert record["actor/grad_norm"] > 0

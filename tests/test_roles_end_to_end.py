@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end import configuration, records, succeed
+from tests.end_to_end import configuration, records, run_in
+from tests.workers import World
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
+def trained(world: World, tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Path:
     """The folder of a run of three steps on four ranks.
 
     The actor is TP2 × PP2 on all ranks, the critic one copy a rank, the reference TP2 on two of them and the reward
@@ -36,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
         optimizer={"lr": 1e-5},
         trainer={"steps": 3, "prompts_per_step": 8, "save_every": 1, "keep": 0},
     )  # fmt: skip
-    succeed("train", config, "--nproc", "4")
+    run_in(world, 4, "train", config)
     return folder
 
 
@@ -66,13 +67,13 @@ def test_the_memory_and_time_of_each_phase_are_recorded(trained: Path) -> None:
         assert last[f"time/{phase}"] >= 0
 
 
-def test_a_resumed_run_repeats_the_unbroken_one(trained: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_the_unbroken_one(world: World, trained: Path, tmp_path: Path) -> None:
     """From before the actor's first update: critic, moving reference and coefficient go on as they were."""
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)
     for step in (2, 3):
         shutil.rmtree(run / "checkpoints" / f"step_{step:06d}")
-    succeed("train", trained / "config.yaml", "--nproc", "4", f"trainer.output_dir={run}")
+    run_in(world, 4, "train", trained / "config.yaml", f"trainer.output_dir={run}")
     unbroken, resumed = records(trained / "run"), records(run)
     assert [record["step"] for record in resumed] == [0, 1, 2, 3]
     measured = ("time/", "perf/", "memory/", "rollout/")
