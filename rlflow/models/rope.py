@@ -46,8 +46,26 @@ class Heads(NamedTuple):
     has_keys: bool = True
 
     @property
+    def in_group(self) -> int:
+        return self.queries + 2 * self.has_keys
+
+    @property
     def total(self) -> int:
-        return self.groups * (self.queries + 2 * self.has_keys)
+        return self.groups * self.in_group
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values."""
+        return self.groups * self.queries, self.groups * self.has_keys, self.groups * self.has_keys
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of queries and keys, over each head, before they are rotated."""
+
+    query: Tensor  # weight [d]
+    key: Tensor
+    eps: float
+    center: float  # is added to the weights
 
 
 @dataclass(frozen=True)
@@ -188,39 +206,61 @@ def rotate(states: Tensor, table: RotationTable) -> Tensor:
     channels = table.cosines.shape[-1]
     if states.is_cuda:
         heads = Heads(1, states.shape[1], states.shape[2], has_keys=False)
-        return _SplitAndRotate.apply(states, None, heads, table)[0]
+        return _SplitAndRotate.apply(states, None, None, None, heads, table, None)[0]
     if channels == states.shape[-1]:
         return _Rotate.apply(states, *table)
     return torch.cat([_Rotate.apply(states[..., :channels], *table), states[..., channels:]], -1)
 
 
 def split_and_rotate(
-    joined: Tensor, bias: Tensor | None, heads: Heads, table: RotationTable
+    joined: Tensor, heads: Heads, table: RotationTable, *, bias: Tensor | None = None, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys and plain values out of a projection, whose bias is added first, by one kernel each way.
+    """Rotated queries and keys and plain values out of a projection, by one kernel each way.
 
-    For a CUDA device. joined [T, heads · d], bias [heads · d] → [T, groups · queries, d], [T, groups, d] twice.
+    For a CUDA device. Before they are rotated the projection's bias is added, or queries and keys are normed. joined
+    [T, heads · d], bias [heads · d] → [T, groups · queries, d], [T, groups, d] twice.
     """
-    return _SplitAndRotate.apply(joined.unflatten(-1, (heads.total, heads.channels)), bias, heads, table)
+    joined = joined.unflatten(-1, (heads.total, heads.channels))
+    weights = (None, None) if norms is None else norms[:2]
+    return _SplitAndRotate.apply(joined, bias, *weights, heads, table, norms)
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """By the kernel; where there are no keys, only the first result is meant."""
+    """By the kernels; where there are no keys, only the first result is meant."""
 
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, bias: Tensor | None, heads: Heads, table: RotationTable) -> Any:
-        from rlflow.models.rope_kernel import split_and_turn
+    def forward(
+        ctx: Any, joined: Tensor, bias: Tensor | None, query_weight: Tensor | None, key_weight: Tensor | None,
+        heads: Heads, table: RotationTable, norms: HeadNorms | None,
+    ) -> Any:  # fmt: skip
+        from rlflow.models.rope_kernel import Split, split_and_turn
 
-        ctx.save_for_backward(bias, table.cosines, table.sines)
-        ctx.heads, ctx.interleaved = heads, table.interleaved
         joined = joined if joined.stride(-1) == 1 else joined.contiguous()
-        return split_and_turn(joined, bias, heads, table)
+        ctx.save_for_backward(joined if norms else None, bias, query_weight, key_weight, *table[:2])
+        ctx.heads, ctx.interleaved, ctx.how = heads, table.interleaved, norms and norms[2:]
+        return split_and_turn(joined, Split(heads, table, bias, norms))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        from rlflow.models.rope_kernel import split_and_turn_backward
+        from rlflow.models.rope_kernel import Split, split_and_turn_backward
 
-        bias, cosines, sines = ctx.saved_tensors
+        joined, bias, query_weight, key_weight, cosines, sines = ctx.saved_tensors
+        norms = HeadNorms(query_weight, key_weight, *ctx.how) if ctx.how else None
+        split = Split(ctx.heads, RotationTable(cosines, sines, ctx.interleaved), bias, norms)
         query, key, value = (grad.contiguous() for grad in grads)
-        table = RotationTable(cosines, sines, ctx.interleaved)
-        return *split_and_turn_backward((query, key, value), bias, ctx.heads, table), None, None
+        found, learned = split_and_turn_backward((query, key, value), joined, split)
+        return found, *_parameter_gradients(learned, split.heads, bias, norms), None, None, None
+
+
+def _parameter_gradients(
+    learned: Tensor | None, heads: Heads, bias: Tensor | None, norms: HeadNorms | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of bias and norms, from what each head contributes, [heads, d]."""
+    if learned is None:
+        return None, None, None
+    if bias is not None:
+        return learned.flatten(), None, None
+    assert norms is not None
+    grouped = learned.unflatten(0, (heads.groups, heads.in_group))
+    query, key = grouped[:, : heads.queries].sum((0, 1)), grouped[:, heads.queries].sum(0)
+    return None, query.to(norms.query.dtype), key.to(norms.key.dtype)

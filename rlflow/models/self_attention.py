@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from rlflow.models.rope import Heads, RotationTable, rotate, split_and_rotate
+from rlflow.models.rope import HeadNorms, Heads, RotationTable, rotate, split_and_rotate
 
 if TYPE_CHECKING:
     from rlflow.models.packed import PackedInput
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 class PackedSelfAttention(SelfAttention):
     """megatron-core's module, where queries and keys leave their projection rotated.
 
-    On a CUDA device one kernel adds the projection's bias, takes queries, keys and values apart and rotates them, where
-    nothing comes between: no norms of queries and keys, and no exchange of key heads that are fewer than the ranks.
+    On a CUDA device one kernel takes queries, keys and values apart, adds the projection's bias or norms queries and
+    keys, and rotates them; not where key heads, being fewer than the ranks, must be exchanged before.
     """
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
-        device = self.linear_qkv.weight.device
-        divided = self.config.num_query_groups >= self.config.tensor_model_parallel_size
-        self.fused = device.type == "cuda" and divided and not self.config.qk_layernorm
-        self.linear_qkv.skip_bias_add = self.fused
+        on_gpu = self.linear_qkv.weight.device.type == "cuda"
+        self.fused = on_gpu and self.config.num_query_groups >= self.config.tensor_model_parallel_size
+        self.linear_qkv.skip_bias_add = self.fused and not self.config.qk_layernorm
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: PackedInput, **how: Any
@@ -53,5 +52,11 @@ class PackedSelfAttention(SelfAttention):
         joined, bias = self.linear_qkv(hidden_states)
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         heads = Heads(groups, self.num_attention_heads_per_partition // groups, channels)
-        query, key, value = split_and_rotate(joined.squeeze(1), bias, heads, table)
+        query, key, value = split_and_rotate(joined.squeeze(1), heads, table, bias=bias, norms=self._head_norms())
         return query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+
+    def _head_norms(self) -> HeadNorms | None:
+        if not self.config.qk_layernorm:
+            return None
+        center = float(self.config.layernorm_zero_centered_gamma)
+        return HeadNorms(self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon, center)

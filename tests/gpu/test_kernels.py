@@ -27,11 +27,13 @@ def test_the_kernels_against_float64(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("groups", "queries", "channels"), [(2, 7, 64), (2, 6, 128), (4, 7, 128)])
 def test_real_heads_against_float64(groups: int, queries: int, channels: int, dtype: torch.dtype) -> None:
     from rlflow.models.rope import Heads
-    from tests.models.kernel_checks import check_norm, check_rotation, check_swiglu
+    from tests.models.kernel_checks import check_norm, check_normed_rotation, check_rotation, check_swiglu
 
     torch.manual_seed(0)
     hidden = groups * queries * channels
-    check_rotation(1021, Heads(groups, queries, channels), channels, False, True, dtype, "cuda")
+    heads = Heads(groups, queries, channels)
+    check_rotation(1021, heads, channels, False, True, dtype, "cuda")
+    check_normed_rotation(1021, heads, channels, False, 0.0, dtype, "cuda")
     check_norm(1021, hidden, 0.0, True, dtype, "cuda")
     check_swiglu(257, 5 * hidden + 8, dtype, "cuda")
 

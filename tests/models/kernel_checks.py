@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlflow.models import activation_kernel, norm_kernel, rope_kernel, sums_kernel
-from rlflow.models.rope import Heads, RotationTable
+from rlflow.models.rope import HeadNorms, Heads, RotationTable, split_and_rotate
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 """Largest ‖found − exact‖ / ‖exact‖: bfloat16 rounds to 2⁻⁹, and a gradient of two terms twice."""
@@ -21,6 +21,12 @@ ROTATIONS = [  # rows, heads, turned channels, neighbours turned, with a bias
     (9, Heads(3, 1, 24), 12, False, True),
     (40, Heads(1, 5, 16, has_keys=False), 16, False, False),
     (1, Heads(1, 1, 8, has_keys=False), 8, True, False),
+]
+
+NORMED_ROTATIONS = [  # rows, heads, turned channels, neighbours turned, center of the norms
+    (70, Heads(2, 3, 16), 16, False, 0.0),
+    (33, Heads(1, 2, 12), 8, True, 1.0),
+    (9, Heads(3, 1, 24), 12, False, 1.0),
 ]
 
 
@@ -68,16 +74,47 @@ def check_rotation(
     bias = torch.randn(heads.total * heads.channels, device=device).to(dtype)
     x, b = exact(joined, bias)
     right = split_and_turned(x + b.view(heads.total, -1) if biased else x, heads, table)
-    upstream = [torch.randn(each.shape, device=device).to(dtype) for each in right]
+    upstream = draw_like(right, dtype)
     grad_x, *grad_b = gradients(right, [x, b] if biased else [x], upstream)
-    given = bias if biased else None
-    for found, part in zip(rope_kernel.split_and_turn(joined, given, heads, table), right, strict=True):
-        assert_close(found, part)
-    query, key, value = upstream
-    found, found_bias = rope_kernel.split_and_turn_backward((query, key, value), given, heads, table)
+    split = rope_kernel.Split(heads, table, bias if biased else None)
+    assert_all_close(rope_kernel.split_and_turn(joined, split), right)
+    found, learned = rope_kernel.split_and_turn_backward(upstream, None, split)
     assert_close(found, grad_x)
-    for mine, theirs in zip([found_bias] if found_bias is not None else [], grad_b, strict=True):
+    assert (learned is not None) == biased
+    if learned is not None:
+        assert_close(learned.flatten(), grad_b[0])
+
+
+def check_normed_rotation(
+    rows: int, heads: Heads, turned: int, interleaved: bool, center: float, dtype: torch.dtype, device: str
+) -> None:
+    """With norms of queries and keys; through autograd, which hands their weights' gradients out."""
+    table = random_table(rows, turned, interleaved, dtype, device)
+    joined = torch.randn(rows, heads.total * heads.channels, device=device).to(dtype)
+    weights = [(0.2 * torch.randn(heads.channels, device=device) + 1 - center).to(dtype) for _ in range(2)]
+    x, *w = exact(joined, *weights)
+    grouped = x.unflatten(-1, (heads.groups, heads.in_group, heads.channels))
+    queries, keys, values = grouped.split([heads.queries, 1, 1], 2)
+    normed = [
+        part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-5) * (center + weight)
+        for part, weight in zip((queries, keys), w, strict=True)
+    ]
+    right = split_and_turned(torch.cat([*normed, values], 2).flatten(1, 2), heads, table)
+    leaves = [each.requires_grad_() for each in (joined, *weights)]
+    found = split_and_rotate(leaves[0], heads, table, norms=HeadNorms(leaves[1], leaves[2], 1e-5, center))
+    assert_all_close(found, right)
+    upstream = draw_like(right, dtype)
+    assert_all_close(torch.autograd.grad(found, leaves, upstream), gradients(right, [x, *w], upstream))
+
+
+def assert_all_close(found: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(found, exact, strict=True):
         assert_close(mine, theirs)
+
+
+def draw_like(results: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (torch.randn(each.shape, device=each.device).to(dtype) for each in results)
+    return query, key, value
 
 
 def random_table(rows: int, turned: int, interleaved: bool, dtype: torch.dtype, device: str) -> RotationTable:
@@ -114,6 +151,8 @@ def check_all(dtype: torch.dtype, device: str) -> None:
         check_swiglu(rows, columns, dtype, device)
     for case in ROTATIONS:
         check_rotation(*case, dtype, device)
+    for rows, heads, turned, interleaved, center in NORMED_ROTATIONS:
+        check_normed_rotation(rows, heads, turned, interleaved, center, dtype, device)
     for count in (0, 1, 129, 700):
         parts = torch.randn(count, 50, device=device)
         assert_close(sums_kernel.add_up(parts, dtype), parts.double().sum(0))

@@ -37,6 +37,8 @@ MOST_ERROR = 4e-3  # of bfloat16 results that are rounded once or twice
 ACCURACY_ROWS = 1021
 
 Compute = Callable[..., tuple[Tensor, ...]]
+Tables = dict[int, rope.RotationTable]
+"""By the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ def operations(shape: Shape, rows: int) -> list[Operation]:
             "rotation", (width, width), partial(split_by_us, heads, tables), partial(split_by_torch, heads, tables),
             (2 * width, 2 * width),
         ),
+        Operation(
+            "normed rotation", (width, channels, channels), partial(norm_and_split_by_us, heads, tables),
+            partial(norm_and_split_by_torch, heads, tables), (2 * width, 3 * width),
+        ),
     ]  # fmt: skip
 
 
@@ -98,26 +104,37 @@ def rotation(rows: int, channels: int) -> rope.RotationTable:
     return rope.rotation_table(positions, rope.Rope(rope.inverse_frequencies(1e6, channels)), torch.bfloat16)
 
 
-def split_by_us(
-    heads: rope.Heads, tables: dict[int, rope.RotationTable], joined: Tensor, bias: Tensor
+def split_by_us(heads: rope.Heads, tables: Tables, joined: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return rope.split_and_rotate(joined, heads, tables[len(joined)], bias=bias)
+
+
+def split_by_torch(heads: rope.Heads, tables: Tables, joined: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """As megatron-core takes its projection apart."""
+    query, key, value = heads_of(joined + bias, heads)
+    return turned(query, tables[len(joined)]), turned(key, tables[len(joined)]), value
+
+
+def norm_and_split_by_us(
+    heads: rope.Heads, tables: Tables, joined: Tensor, query: Tensor, key: Tensor
 ) -> tuple[Tensor, ...]:
-    return rope.split_and_rotate(joined, bias, heads, tables[len(joined)])
+    return rope.split_and_rotate(joined, heads, tables[len(joined)], norms=rope.HeadNorms(query, key, EPS, 0.0))
 
 
-def split_by_torch(
-    heads: rope.Heads, tables: dict[int, rope.RotationTable], joined: Tensor, bias: Tensor
-) -> tuple[Tensor, ...]:
-    """As megatron-core takes its projection apart, and each half of the channels turned by itself."""
-    table = tables[len(joined)]
-    cosines, sines = (part.to(joined.dtype) for part in table[:2])
-    grouped = (joined + bias).unflatten(-1, (heads.groups, -1, heads.channels))
-    query, key, value = grouped.split([heads.queries, 1, 1], 2)
+def norm_and_split_by_torch(heads: rope.Heads, tables: Tables, joined: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    *parts, value = heads_of(joined, heads)
+    normed = (F.rms_norm(part, part.shape[2:], weight, EPS) for part, weight in zip(parts, weights, strict=True))
+    query, key = (turned(part, tables[len(joined)]) for part in normed)
+    return query, key, value
 
-    def turned(states: Tensor) -> Tensor:
-        states = states.flatten(1, 2)
-        return states * cosines + states.roll(heads.channels // 2, -1) * sines
 
-    return turned(query), turned(key), value.flatten(1, 2)
+def heads_of(joined: Tensor, heads: rope.Heads) -> tuple[Tensor, ...]:
+    grouped = joined.unflatten(-1, (heads.groups, -1, heads.channels))
+    return tuple(part.flatten(1, 2) for part in grouped.split([heads.queries, 1, 1], 2))
+
+
+def turned(states: Tensor, table: rope.RotationTable) -> Tensor:
+    cosines, sines = (part.to(states.dtype) for part in table[:2])
+    return states * cosines + states.roll(states.shape[-1] // 2, -1) * sines
 
 
 def learn(compute: Compute, upstream: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -310,7 +327,7 @@ SWEEPS: dict[str, tuple[Any, list[dict[str, int]]]] = {
     ),
     "rotation": (
         rope_kernel,
-        [dict(zip(ROTATION, values, strict=True)) for values in ROTATION_WITH] + [{"STEPS_FORWARD": 2}],
+        [dict(zip(ROTATION, values, strict=True)) for values in ROTATION_WITH],
     ),
 }
 """Other values of constants of the kernels' modules; SwiGLU has none, which runs at the speed of a copy."""
