@@ -1,5 +1,6 @@
 """What the learning part of the GPU suite reads out of runs; skipped where reasoning-gym is not installed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,23 @@ def test_a_recipe_is_a_table_and_a_measurement_for_each_seed(capsys: pytest.Capt
     first, second = read(lines)
     assert (first.value, first.meets_target, first.details["seconds_to_target"]) == (0.625, True, 6.5)
     assert (second.what, second.meets_target) == ("quickstart held-out accuracy, seed 1", False)
+
+
+def test_a_run_that_fails_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: Path, overrides: list[str], *, until: float) -> bool:
+        if "trainer.seed=1" in overrides:
+            return False
+        (config.parent / "run").mkdir()
+        (config.parent / "run/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+        return True
+
+    monkeypatch.setattr(learning, "train", train)
+    assert not learning.learn_side_by_side(["quickstart"], [0, 1, 2], tmp_path, [], until=0.0)
+    output = capsys.readouterr().out
+    assert "quickstart-1: " in output
+    assert [one.what[-6:] for one in read(output.splitlines())] == ["seed 0", "seed 2"]
 
 
 def test_the_recipes_get_the_data_that_they_name(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import shutil
 import statistics
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlflow.errors import UserError
 from rlflow.tracking import read_records
 from rlflow.tracking.records import Record
 from tools import make_arithmetic
@@ -103,7 +103,7 @@ def row(name: str, found: Curve, target: float) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
-def learn(recipe: str, seed: int, folder: Path, overrides: Sequence[str], until: float) -> tuple[Curve, bool]:
+def learn(recipe: str, seed: int, folder: Path, overrides: Sequence[str], until: float) -> tuple[Curve | None, bool]:
     """Run a recipe in `folder`/recipe-seed; what it learnt, and whether it came to its end before the deadline."""
     own = folder / f"{recipe}-{seed}"
     shutil.rmtree(own, ignore_errors=True)
@@ -112,7 +112,11 @@ def learn(recipe: str, seed: int, folder: Path, overrides: Sequence[str], until:
     data = [f"data.{key}={folder / recipe / name}.jsonl" for key, name in FILES.items()]
     places = [*data, f"trainer.output_dir={own / 'run'}", f"trainer.seed={seed}"]
     ended_well = train(config, [*ON_ONE_GPU, *places, *overrides], until=until)
-    return curve(read_records(own / "run")), ended_well
+    try:
+        return curve(read_records(own / "run")), ended_well
+    except UserError as error:  # it ended before its first record; the other runs still count
+        print(f"{own.name}: {error}", flush=True)
+        return None, False
 
 
 def learn_side_by_side(
@@ -121,24 +125,13 @@ def learn_side_by_side(
     """Run every seed of every recipe at the same time and tell of each recipe; whether all ended well."""
     for recipe in recipes:
         write_data(folder / recipe, *TASKS[recipe].rows())
-    good = True
-    with ThreadPoolExecutor(len(recipes) * len(seeds)) as pool:
-        runs = {
-            (recipe, seed): pool.submit(learn, recipe, seed, folder, overrides, until)
-            for recipe in recipes
-            for seed in seeds
-        }
-        for recipe in recipes:
-            found = {}
-            for seed in seeds:
-                try:
-                    found[seed], ended_well = runs[recipe, seed].result()
-                    good &= ended_well
-                except Exception:  # one run must not take the others' figures along
-                    traceback.print_exc(file=sys.stdout)
-                    good = False
-            tell(recipe, found)
-    return good
+    runs = [(recipe, seed) for recipe in recipes for seed in seeds]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        started = {run: pool.submit(learn, *run, folder=folder, overrides=overrides, until=until) for run in runs}
+    results = {run: future.result() for run, future in started.items()}
+    for recipe in recipes:
+        tell(recipe, {seed: found for seed in seeds if (found := results[recipe, seed][0]) is not None})
+    return all(ended_well for _, ended_well in results.values())
 
 
 def write_data(folder: Path, train_rows: list[Row], held_out: list[Row]) -> None:
@@ -171,7 +164,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_args()
     until = deadline(arguments.limit_s)
-    overrides = [f"model.path={arguments.model}", *arguments.overrides]
+    overrides = [f"model.path={arguments.model.resolve()}", *arguments.overrides]
     good = learn_side_by_side(arguments.recipes, arguments.seeds, arguments.folder, overrides, until)
     return 0 if good else 1
 
