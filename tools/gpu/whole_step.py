@@ -38,11 +38,8 @@ TARGET = 1.5
 """Times the roofline that a step may take."""
 STEPS = {"0.5b": 3, "1.5b": 2}
 """Of a run, with the one that warms up."""
-ACTOR = {
-    "0.5b": {"micro_batch_tokens": 16 * 1280, "logprob_chunk_tokens": 16 * 1280, "cuda_graphs": True},
-    "1.5b": {"micro_batch_tokens": 12 * 1280, "logprob_chunk_tokens": 12 * 1280},
-}
-"""Whole samples fill a micro-batch, and all its logits exist at once; graphs pay for the smaller model only."""
+ACTOR = {"micro_batch_tokens": 2 * (256 + 8 * 1024), "logprob_chunk_tokens": 2 * 8 * 1024, "cuda_graphs": True}
+"""Two prompts with all their responses fill a micro-batch, and all its logits exist at once."""
 BYTES = 2  # of a weight, a key or a value in bfloat16
 
 
@@ -95,10 +92,10 @@ def of_phase(parts: dict[str, float], phase: str) -> float:
     return sum(seconds for name, seconds in parts.items() if phase in ("step", name.split("/")[0]))
 
 
-def sections(shape: str, work: Work, steps: int) -> dict[str, dict[str, Any]]:
+def sections(work: Work, steps: int) -> dict[str, dict[str, Any]]:
     """What the configuration of a run says of the work, and how the GPU is used for it."""
     return {
-        "actor": ACTOR[shape],
+        "actor": ACTOR,
         "rollout": {
             "n": work.n, "max_prompt_length": work.prompt, "max_response_length": work.response, "ignore_eos": True,
             "max_num_seqs": work.samples, "kv_cache_gib": 48.0,  # no more is taken than so many sequences fill
@@ -165,7 +162,7 @@ def measure(
 ) -> bool:
     """Run a shape and report it, also where the run was cut off behind its second step; whether it ended well."""
     texts = prompts(work.prompts * steps, work.prompt)
-    config = write_config(folder / name, save(model, name), texts, sections(name, work, steps))
+    config = write_config(folder / name, save(model, name), texts, sections(work, steps))
     good = train(config, overrides, until=until)
     done = steps_of(config)
     if len(done) > 1 or (good and done):
