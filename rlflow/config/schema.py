@@ -253,6 +253,9 @@ class Rollout:
     )  # fmt: skip
     deterministic: bool = key("Seed each sample by itself, so that samples do not depend on the layout; slower.", False)
     cuda_graphs: bool = key("Decode with CUDA graphs; without CUDA there are none.", True)
+    attention_backend: str | None = key(
+        "vLLM's attention on a GPU, by its name there, such as TRITON_ATTN; null: what vLLM takes.", None
+    )
     match_trainer: bool = key(
         "Compute logits in float32 from the head's 16-bit factors, in the rollout and in the actor: their log-probs "
         "differ less, for twice the memory of logits.", False,

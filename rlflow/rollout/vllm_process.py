@@ -65,6 +65,7 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
             stack.enter_context(compat.vllm_shared_memory(_common_name()))
         from vllm import LLM
 
+        _check_attention(options.get("attention_backend"))
         llm = LLM(model=model_path, **options)
         if not on_gpu:
             compat.start_vllm_cpu_stage(llm)
@@ -77,6 +78,14 @@ def start(architecture: Architecture, model_path: str, config: Rollout, *, dtype
             decoding.install(llm)
             choice.install()
         return llm
+
+
+def _check_attention(name: str | None) -> None:
+    """UserError for an attention that vLLM does not have; whether it can compute the model, vLLM says."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if name is not None and name not in (names := list(AttentionBackendEnum.__members__)):
+        raise UserError("rollout.attention_backend", f"{name} is none of vLLM's: {', '.join(names)}")
 
 
 def _common_name() -> str:
@@ -124,6 +133,8 @@ def engine_options(
         # Of its latent attentions the one for CPUs with matrix tiles packs weights away.
         latent = {"attention_backend": "CPU_MLA"} if architecture.latent is not None else {}
         return options | {"block_size": BLOCK_TOKENS} | latent
+    if config.attention_backend is not None:
+        options["attention_backend"] = config.attention_backend
     if config.match_trainer:
         options.setdefault("hf_overrides", {})["head_dtype"] = "float32"
     if config.cuda_graphs:

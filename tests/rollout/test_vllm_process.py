@@ -69,6 +69,15 @@ def test_matching_the_trainer_takes_float32_logits() -> None:
     assert overrides(True) == {"head_dtype": "float32"}
 
 
+def test_an_attention_is_chosen_for_a_gpu_alone() -> None:
+    config = Rollout(attention_backend="TRITON_ATTN")
+    chosen = [
+        engine_options(QWEN2_0B5, config, dtype="bfloat16", timeout_seconds=5, on_gpu=on_gpu).get("attention_backend")
+        for on_gpu in (True, False)
+    ]
+    assert chosen == ["TRITON_ATTN", None]
+
+
 def test_pipeline_stages_hold_the_cache_of_their_own_layers() -> None:
     config = Rollout(max_prompt_length=100, max_response_length=28, max_num_seqs=4)
     stage = dataclasses.replace(config, pipeline_parallel_size=4)

@@ -36,7 +36,7 @@ WARM_UP = Work(1024, 256, 8)
 PROFILE = Work(1024, 256, 1024, profile=True)
 TARGET = 0.95
 """Of vLLM alone."""
-VARIANTS = {"0.5b": ("ours", "plain", "defaults"), "1.5b": ("ours", "plain")}  # what fits on the GPU at once
+VARIANTS = {"0.5b": ("ours", "plain", "triton", "defaults"), "1.5b": ("ours", "plain")}  # what fits on the GPU at once
 START_SECONDS = 240.0
 
 
@@ -134,8 +134,8 @@ class Bench:
                 raise Failed(f"{variant.name} sampled {seen['tokens']} tokens")
             self.speeds[variant.name, work] = seen["tokens"] / seen["seconds"]
             self._report(variant.name, work, seen["seconds"])
-        if variant.name == "ours":
-            print(f"{self.name}: what the GPU does in a prefill and a few steps:", flush=True)
+        if variant.name in ("ours", "triton"):
+            print(f"{self.name} {variant.name}: what the GPU does in a prefill and a few steps:", flush=True)
             print(*variant.do(PROFILE, self._left())["lines"], sep="\n", flush=True)
 
     def _report(self, variant: str, work: Work, seconds: float) -> None:

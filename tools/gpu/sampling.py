@@ -1,10 +1,10 @@
 """One engine that samples, in a process that does what it is told line by line: `tools.gpu.rollout` starts one of each.
 
-    python -m tools.gpu.sampling ours|plain|defaults FOLDER PROMPT RESPONSE SEQUENCES
+    python -m tools.gpu.sampling ours|triton|plain|defaults FOLDER PROMPT RESPONSE SEQUENCES
 
-`ours` is rlflow's rollout, `plain` vLLM's own `LLM.generate` with the same settings, its scheduler in another process
-as vLLM does by itself, `defaults` that with vLLM's settings. Lines are the work to do, as JSON; a reply for each is a
-JSON line that begins with `REPLY`.
+`ours` is rlflow's rollout, `triton` that with vLLM's attention in Triton, `plain` vLLM's own `LLM.generate` with the
+same settings, its scheduler in another process as vLLM does by itself, `defaults` that with vLLM's settings. Lines are
+the work to do, as JSON; a reply for each is a JSON line that begins with `REPLY`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ Sampler = Callable[[list[list[int]], int], int]
 """Samples `N` responses of so many tokens to each prompt, and returns how many tokens there were."""
 
 
-def settings(work: Work) -> Rollout:
+def settings(work: Work, **more: Any) -> Rollout:
     """What all variants are given, of the largest work."""
     return Rollout(
         n=N, max_prompt_length=work.prompt, max_response_length=work.response, max_num_seqs=work.sequences,
-        kv_cache_gib=CACHE_GIB, ignore_eos=True,
+        kv_cache_gib=CACHE_GIB, ignore_eos=True, **more,
     )  # fmt: skip
 
 
-def ours(folder: Path, work: Work) -> Sampler:
-    """rlflow's rollout, with the weights of the folder."""
+def ours(folder: Path, work: Work, **more: Any) -> Sampler:
+    """rlflow's rollout, with the weights of the folder; `more` are further keys of its configuration."""
     from transformers import AutoTokenizer
 
     from rlflow import parallel
@@ -68,7 +68,7 @@ def ours(folder: Path, work: Work) -> Sampler:
 
     parallel.initialize(300, 0)
     rollout = VLLMRollout(
-        load_architecture(folder), str(folder), settings(work), AutoTokenizer.from_pretrained(folder),
+        load_architecture(folder), str(folder), settings(work, **more), AutoTokenizer.from_pretrained(folder),
         dtype="bfloat16", seed=0, prove=False,
     )  # fmt: skip
     rollout.sync_from_hf(str(folder))
@@ -113,6 +113,7 @@ def plain(folder: Path, work: Work, *, defaults: bool = False) -> Sampler:
 
 VARIANTS: dict[str, Callable[[Path, Work], Sampler]] = {
     "ours": ours,
+    "triton": lambda folder, work: ours(folder, work, attention_backend="TRITON_ATTN"),
     "plain": plain,
     "defaults": lambda folder, work: plain(folder, work, defaults=True),
 }
