@@ -92,7 +92,7 @@ def test_wrong_types(section: str, key: str, value: Any, message: str) -> None:
         ("trainr.steps=1", "trainer.steps"),
         ("+trainer.steps=1", "trainer.steps"),
         ("--trainer.steps=1", "trainer.steps"),
-        ("steps=1", "trainer.steps"),
+        ("steps=1", "trainer.steps or profile.steps"),
         ("model.n=1", "rollout.n or evaluation.n"),
         ("actor.tp=1", "actor.tensor_parallel_size"),
         ("rewards.0.wieght=1", "rewards.0.weight"),
