@@ -69,7 +69,7 @@ def _call(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if "vllm" in sys.modules:
+        if backend == "gloo" and "vllm" in sys.modules:
             # Every start of vLLM looks for garbage five times, each time among a million objects of libraries: a second
             # in all. Frozen they are passed over; the end of the next engine thaws and collects what is garbage.
             gc.freeze()
