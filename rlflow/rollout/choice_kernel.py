@@ -30,7 +30,7 @@ def choose(
     _summarize[(rows * chunks,)](logits, logits.stride(0), peaks, masses, vocab, chunks, CHUNK)
     _choose[(rows,)](
         logits, logits.stride(0), slots, temperatures, seeds, positions, peaks, masses, tokens, log_probs, vocab,
-        chunks, CHUNK, triton.next_power_of_2(chunks),
+        chunks, CHUNK, max(2, triton.next_power_of_2(chunks)),
     )  # fmt: skip
     return tokens, log_probs
 
