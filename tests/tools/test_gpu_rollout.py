@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tools.gpu.rollout import LARGE, SMALL, memory_seconds, words
-from tools.gpu.sampling import N, VARIANTS, Work, ask
+from tools.gpu.sampling import VARIANTS, N, Work, ask
 from tools.gpu.shapes import SHAPES
 
 
