@@ -129,21 +129,26 @@ def engine_options(
     if (experts := architecture.experts) is not None and experts.score == "sigmoid":
         # transformers writes configs without these, which vLLM takes to mean another router.
         options["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    if not on_gpu:
-        # Of its latent attentions the one for CPUs with matrix tiles packs weights away.
-        latent = {"attention_backend": "CPU_MLA"} if architecture.latent is not None else {}
-        return options | {"block_size": BLOCK_TOKENS} | latent
-    if config.attention_backend is not None:
-        options["attention_backend"] = config.attention_backend
     if config.match_trainer:
         options.setdefault("hf_overrides", {})["head_dtype"] = "float32"
+    if on_gpu:
+        return options | _gpu_options(config)
+    # Of its latent attentions the one for CPUs with matrix tiles packs weights away.
+    latent = {"attention_backend": "CPU_MLA"} if architecture.latent is not None else {}
+    return options | {"block_size": BLOCK_TOKENS} | latent
+
+
+def _gpu_options(config: Rollout) -> dict[str, Any]:
+    # The cache's size is given; all that is left of the utilization is a check against the memory free at start.
+    options: dict[str, Any] = {"enable_sleep_mode": config.sleep_level > 0, "gpu_memory_utilization": 0.01}
+    if config.attention_backend is not None:
+        options["attention_backend"] = config.attention_backend
     if config.cuda_graphs:
         sizes = capture_sizes(config.max_num_seqs)
         options["compilation_config"] = {
             "mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes,
         }  # fmt: skip
-    # The cache's size is given; all that is left of the utilization is a check against the memory free at start.
-    return options | {"enable_sleep_mode": config.sleep_level > 0, "gpu_memory_utilization": 0.01}
+    return options
 
 
 def cache_bytes(architecture: Architecture, config: Rollout, dtype: str) -> int:
