@@ -1,7 +1,8 @@
 """What end-to-end tests need: a small task, rewards with faults built in, and the command as a user starts it.
 
 `succeed` starts the command anew, with torchrun and all imports; `run_in` has it run by the processes of a `World`,
-which have imported everything and take a third of the time.
+which have imported everything and take a tenth of the time. The command looks at the rewards here before it imports
+torch; so this module must not either.
 """
 
 import contextlib
@@ -13,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml
 
-from tests.workers import World, free_port
+from tests.workers import World
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,16 +89,21 @@ def succeed(*arguments: str | Path) -> str:
 
 def run_in(world: World, ranks: int, *arguments: str | Path) -> str:
     """Run the command on `ranks` processes of `world` as torchrun would; it must end with 0. Returns all output."""
-    return "".join(world(ranks, _run, free_port(), [str(word) for word in arguments]))
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return "".join(world(ranks, _run, store.port, [str(word) for word in arguments]))
 
 
 def _run(port: int, arguments: list[str]) -> str:
     """What this rank prints. The command makes its own default group, with its own timeout, in place of the world's."""
+    import torch.distributed as dist
+
     from rlflow.cli import main
 
     dist.barrier()
     dist.destroy_process_group()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = main(arguments)
     assert code == 0, printed.getvalue()
