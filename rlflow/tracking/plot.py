@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from rlflow.tracking.records import Record, format_metric, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FILE_NAME = "curve.png"
 TRAINING: dict[str, Any] = {"color": "tab:gray", "alpha": 0.8}
@@ -21,6 +21,8 @@ HELD_OUT: dict[str, Any] = {"color": "tab:blue", "marker": "o", "linewidth": 2}
 
 def draw(records: Sequence[Record], title: str, out: Path) -> None:
     """Write the picture of a run's records to `out`; a run whose rewards have no format rate has one panel."""
+    from matplotlib.figure import Figure  # half a second that ranks which draw nothing need not wait for
+
     train_format, held_out_format = format_metric(records, "train"), format_metric(records, "eval")
     panels = 2 if train_format or held_out_format else 1
     figure = Figure(figsize=(8, 3 + 1.5 * panels), layout="constrained")  # pyplot would look for a display
