@@ -85,16 +85,19 @@ def test_slurm_trains_on_two_nodes(
     assert [record["step"] for record in records(tmp_path / "run")] == [1]
 
 
-def test_slurm_trains_each_point_of_an_array_in_its_folder(
+def test_each_task_of_a_slurm_array_takes_its_point_to_its_folder(
     cluster: Cluster, submit: Callable[..., str], tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
+    """The first point trains; the second is a user's error, which ends its own task alone."""
     config, points = short_run(tmp_path, tiny_model("qwen2"), ranks=1), tmp_path / "points.txt"
-    points.write_text("optimizer.lr=1e-4\noptimizer.lr=1e-5\n")
+    points.write_text("optimizer.lr=1e-4\noptimizer.lr=-1\n")
     array = submit("slurm_array.sbatch", config, points, options=("--array=0-1",), SWEEP=str(tmp_path / "sweep"))
-    for task, rate in enumerate((1e-4, 1e-5)):
+    for task, ended in enumerate((("COMPLETED", "0:0"), ("FAILED", "2:0"))):
         job = cluster.wait_for(f"{array}_{task}")
-        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), log(tmp_path, "*.log")
-        assert [record["actor/lr"] for record in records(tmp_path / f"sweep/point-{task}")] == [rate]
+        assert (job["JobState"], job["ExitCode"]) == ended, log(tmp_path, "*.log")
+    assert [record["actor/lr"] for record in records(tmp_path / "sweep/point-0")] == [1e-4]
+    assert "optimizer.lr = -1" in log(tmp_path, "*.1.log")
+    assert (tmp_path / "sweep/point-1/point.txt").read_text() == "optimizer.lr=-1\n"
 
 
 def test_a_users_error_is_the_jobs_exit_code(

@@ -1,8 +1,8 @@
-"""A failing rank is named once and ends the job; a mistake has an exit code of its own, lack of memory advice."""
+"""A failing rank is named once and ends the job; a mistake has an exit code of its own, lack of memory advice.
 
-import os
-import subprocess
-import sys
+A job under torchrun with a rank that fails is in tests/test_end_to_end.py.
+"""
+
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,29 +12,6 @@ import torch
 from rlflow.errors import UserError
 from rlflow.parallel import failure
 from tests.parallel import fault_ranks
-
-PATHS = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)}
-SCRIPT = """
-import torch.distributed as dist
-from rlflow import parallel
-
-parallel.initialize(60, 0)
-with parallel.reporting(lambda: "save"):
-    if dist.get_rank() == 1:
-        raise ValueError("disk full")
-    dist.barrier()
-"""
-
-
-def test_torchrun_ends_all_when_one_rank_fails(tmp_path: Path) -> None:  # cases.md G05
-    script = tmp_path / "job.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=ENVIRONMENT)
-    assert done.returncode != 0
-    assert done.stderr.count("rank 1 failed in phase 'save': ValueError: disk full") == 1
-    assert "rank 0 failed" not in done.stderr
 
 
 def test_a_failure_ends_ranks_of_other_machines_too(tmp_path: Path) -> None:
