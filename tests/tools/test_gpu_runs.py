@@ -40,7 +40,7 @@ def test_prompts_have_exactly_the_tokens_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "sections", [whole_step.sections("0.5b", WORK, 2), works.grpo(), works.ppo()], ids=["whole_step", "grpo", "ppo"]
+    "sections", [whole_step.sections(WORK, 2), works.grpo(), works.ppo()], ids=["whole_step", "grpo", "ppo"]
 )
 def test_runs_compute_every_sample(tmp_path: Path, sections: dict[str, dict[str, Any]]) -> None:
     model = save(tmp_path / "model", Shape(2, 64, 2, 1, 128, tie_word_embeddings=True, vocab_size=2048))
