@@ -136,7 +136,8 @@ def details(phase: str, phases: dict[str, float], seen: Record, shape: Shape, wo
         return {"tokens/s": round(work.sampled / phases["generate"])}
     if phase == "update":
         flops = 3 * shape.forward_flops(work.prompt + work.response, work.tokens)
-        return {"MFU": round(flops / phases["update"] / PEAK_FLOPS, 3)}
+        # Prompts are computed once for their responses: this counts work that was saved, as the roofline does.
+        return {"MFU as if no prompt were shared": round(flops / phases["update"] / PEAK_FLOPS, 3)}
     peaks = {key: value for key, value in seen.items() if key.startswith("memory/")}
     told = {"tokens/s": round(work.sampled / phases["step"]), "peak_gib": round(max(peaks.values(), default=0.0), 1)}
     names = ("mismatch/log_prob_mean", "mismatch/kl", "actor/grad_norm", "train/reward")
