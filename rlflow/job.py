@@ -35,6 +35,7 @@ from rlflow.errors import UserError
 from rlflow.models import split_layers
 from rlflow.rewards.scorer import Scorer
 from rlflow.roles import build_roles
+from rlflow.roles.engine import takes_transformer_engine
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.placement import choose
 from rlflow.rollout.vllm_engine import VLLMRollout
@@ -112,6 +113,7 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
         loader.load_state(position)
     steps = run_length(config, loader.steps_per_epoch)
     look_at_weights(config)
+    look_at_layers(config)
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
     rollout = start_rollout(
@@ -203,6 +205,14 @@ def look_at_weights(config: Config) -> None:
     """Refuse what is wrong with the weight files of roles before vLLM starts; `start_rollout` looks at the actor's."""
     for folder in {role_path(config, name) for name in role_sections(config)} - {config.model.path}:
         open_source(folder, load_architecture(folder))
+
+
+def look_at_layers(config: Config) -> None:
+    """Refuse layers that cannot be had here before vLLM starts."""
+    for name, role in role_sections(config).items():
+        architecture = load_architecture(role_path(config, name))
+        dtype = getattr(torch, config.model.dtype)
+        takes_transformer_engine(role.transformer_engine, architecture, dtype, f"{name}.transformer_engine")
 
 
 def place(config: Config, architecture: Architecture) -> Placement:

@@ -8,7 +8,7 @@ import pytest
 
 from rlflow import job
 from rlflow.config import Config, Model, RewardModel
-from rlflow.config.schema import Algorithm, Critic, Trainer
+from rlflow.config.schema import Actor, Algorithm, Critic, Trainer
 from rlflow.errors import UserError
 
 
@@ -20,6 +20,14 @@ def test_weight_files_of_every_role_are_looked_at_first(tmp_path: Path, tiny_mod
     with pytest.raises(UserError) as raised:
         job.look_at_weights(config)
     assert str(score) in str(raised.value)
+
+
+def test_layers_that_cannot_be_had_are_refused_by_their_role_s_key(tiny_model: Callable[..., Path]) -> None:
+    """Transformer Engine needs a GPU; without being asked for its layers are left out."""
+    model = Model(str(tiny_model("qwen2")))
+    job.look_at_layers(Config(model))
+    with pytest.raises(UserError, match=r"actor\.transformer_engine.*is not installed for the device and dtype"):
+        job.look_at_layers(Config(model, actor=Actor(transformer_engine=True)))
 
 
 def test_a_run_must_outlast_the_critic_s_warm_up() -> None:

@@ -38,6 +38,7 @@ def role_faults(config: Config, arch: Architecture | None, world_size: int | Non
         own, faults = (arch, []) if role_path(config, name) == config.model.path else _read(config, name)
         found += [*faults, *rank_faults(f"{name}.ranks", role.ranks, world_size)]
         found += grid_faults(name, role, own, _count(role, world_size))
+        found += float32_faults(config, name, role)
         if own is not None:
             architectures[name] = own
             found += model_faults(config, name, own)
@@ -96,6 +97,17 @@ def update_faults(config: Config, reference: Architecture, actor: Architecture) 
         values = f"{getattr(reference, different[0])} instead of {getattr(actor, different[0])}"
         rule = f"the actor's weights do not fit: {different[0].replace('_', ' ')} {values}"
         yield Fault("reference.update_every", every, rule, "0", ("reference.path", "model.path"))
+
+
+def float32_faults(config: Config, name: str, role: Role) -> Iterator[Fault]:
+    """Ways to compute a role that float32 has not."""
+    if config.model.dtype == "float32":
+        if role.transformer_engine:
+            rule = "packed attention of Transformer Engine has no float32: needs model.dtype = bfloat16"
+            yield Fault(f"{name}.transformer_engine", "true", rule, "null", ("model.dtype",))
+        if role.cuda_graphs:
+            rule = "attention in float32 is planned on the host: needs model.dtype = bfloat16"
+            yield Fault(f"{name}.cuda_graphs", "true", rule, "false", ("model.dtype",))
 
 
 def order_faults(config: Config) -> Iterator[Fault]:

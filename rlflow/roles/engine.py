@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         self.architecture, self.grid, self.dtype = architecture, grid, dtype
         self.micro_batch_tokens = micro_batch_tokens
-        transformer_engine = _takes_transformer_engine(transformer_engine, architecture, dtype)
+        transformer_engine = takes_transformer_engine(transformer_engine, architecture, dtype)
         cuda_graphs = cuda_graphs and device().type == "cuda"
         self.share_prompts = share_prompts and grid.cp == 1
         self.layout = _layout(architecture, grid, virtual_pipeline, transformer_engine)
@@ -365,15 +365,17 @@ def _routing_shape(arch: Architecture) -> RoutingShape:
     return RoutingShape(len(arch.expert_layers), arch.experts.per_token, arch.experts.count)
 
 
-def _takes_transformer_engine(asked: bool | None, arch: Architecture, dtype: torch.dtype) -> bool:
-    """Whether its layers are taken: by default where they can be."""
+def takes_transformer_engine(
+    asked: bool | None, arch: Architecture, dtype: torch.dtype, key: str = "transformer_engine"
+) -> bool:
+    """Whether its layers are taken: by default where they can be. UserError about `key` where they were asked for."""
     lacks = {
         "is not installed for the device and dtype": not has_transformer_engine(dtype),
         "does not compute this model": not fits_transformer_engine(arch),
     }
     reason = next((words for words, holds in lacks.items() if holds), None)
     if asked and reason:
-        raise UserError("transformer_engine", f"Transformer Engine {reason}: take null or false")
+        raise UserError(key, f"Transformer Engine {reason}: take null or false")
     return asked is not False and reason is None
 
 

@@ -84,6 +84,12 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
         (f"{PPO} critic.warmup_steps=10", "critic.warmup_steps = 10: must be below trainer.steps = 10; nearest: 9"),
         (f"{PPO} critic_optimizer.schedule=linear critic_optimizer.min_lr=1",
          "critic_optimizer.min_lr = 1.0: must be at most critic_optimizer.lr = 1e-05; nearest: 1e-05"),
+        (f"{PPO} model.dtype=float32 critic.cuda_graphs=true",
+         "critic.cuda_graphs = true: attention in float32 is planned on the host: needs model.dtype = bfloat16; "
+         "nearest: false"),
+        (f"{PPO} model.dtype=float32 critic.transformer_engine=true",
+         "critic.transformer_engine = true: packed attention of Transformer Engine has no float32: needs model.dtype = "
+         "bfloat16; nearest: null"),
         (f"{KL} reference.ema=1", "reference.ema = 1.0: must be below 1"),
         (f"{KL} algorithm.kl_controller=adaptive algorithm.kl_horizon=12",
          "algorithm.kl_horizon = 12: must be above a fifth of the 64 samples of a step, or the coefficient may become "
