@@ -23,6 +23,7 @@ TP, CP, PP, VP, EP, ETP = SIZES
 GRAPHS_NEED = {
     PP: (1, "stages wait for each other's messages"),
     CP: (1, "which rows a rank has is decided on the host"),
+    "sequence_parallel": (False, "the rows of all ranks go to a buffer that moves when a micro-batch is longer"),
     "recompute": ("none", "computing activations again asks the host for random states"),
     "offload": (False, "a graph reads weights where they lay when it was captured"),
 }

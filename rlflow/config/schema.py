@@ -85,8 +85,8 @@ class Role:
     )
     cuda_graphs: bool = key(
         "Capture the forward and backward pass of a micro-batch once for a shape and replay it, which pays where "
-        "launching kernels takes longer than they do: models below about 2 billion weights; "
-        "without CUDA there are none.", False,
+        "launching kernels takes longer than they do: models below about 2 billion weights. "
+        "Data-parallel collectives then wait for the last micro-batch; without CUDA there are no graphs.", False,
     )  # fmt: skip
     offload: bool = key(
         "Keep weights, gradients and optimizer state in host memory while they are not needed; a CPU moves nothing.",
@@ -257,7 +257,7 @@ class Rollout:
         "vLLM's attention on a GPU, by its name there, such as TRITON_ATTN; null: what vLLM takes.", None
     )
     match_trainer: bool = key(
-        "Compute logits in float32 from the head's 16-bit factors, in the rollout and in the actor: their log-probs "
+        "Compute logits in float32 from the head's 16-bit factors, in rollout, actor and reference: their log-probs "
         "differ less, for twice the memory of logits.", False,
     )  # fmt: skip
     sleep_level: int = key("What vLLM frees during training: 0 nothing, 1 weights to the host, 2 weights.", 2,

@@ -52,7 +52,7 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(arch, config, number) for number in range(first, first + count)]
-    norm = TENorm if _takes_transformer_engine(config) else variant_of(arch).norm
+    norm = TENorm if _is_transformer_engine(config) else variant_of(arch).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -64,7 +64,7 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
         "multi_latent_attention": config.multi_latent_attention,
     }
     variant = variant_of(arch)
-    if _takes_transformer_engine(config):
+    if _is_transformer_engine(config):
         spec = get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=True)
         spec.submodules.self_attention.module = PackedSelfAttention
         spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
@@ -77,13 +77,13 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
     return spec
 
 
-def _takes_transformer_engine(config: TransformerConfig) -> bool:
+def _is_transformer_engine(config: TransformerConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
 def _put_in(layer: Any, variant: Variant, qk_norm: bool) -> None:
     """Our modules in a layer of the local spec."""
-    layer.input_layernorm = layer.pre_mlp_layernorm = leading(variant.norm)
+    layer.input_layernorm = layer.pre_mlp_layernorm = leading(variant.norm)  # type: ignore[arg-type]
     layer.self_attention.module = PackedSelfAttention
     attention = layer.self_attention.submodules
     attention.core_attention = variant.attention

@@ -8,6 +8,7 @@ to the projection that ends the part.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class _RMSNormOnGPU(torch.autograd.Function):
 
         rows, weight, scales = ctx.saved_tensors
         grad, passed = grads
+        if grad is None:  # nobody asked for the norm's own result
+            return passed, None, None, None
         found, grad_weight = normalize_backward(
             grad.flatten(0, -2).contiguous(), rows, weight, scales, ctx.center,
             None if passed is None else passed.flatten(0, -2).contiguous(),
@@ -107,6 +110,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
         return torch.nn.functional.rms_norm(states.float(), self.normalized_shape, weight, self.eps).to(states.dtype)
 
 
+@functools.cache
 def leading(norm: type[RMSNorm]) -> type[RMSNorm]:
     """A norm in the place where a part of a layer begins, whose input goes around that part too.
 

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from megatron_bridge.families import Architecture
 from rlflow.models.layers import block_spec, variant_of
-from rlflow.models.log_probs import VocabShard, token_log_probs
+from rlflow.models.log_probs import token_log_probs
 from rlflow.models.packed import PackedInput
 from rlflow.models.rope import Ropes, make_ropes
+from rlflow.models.softmax import VocabShard
 from rlflow.parallel import Grid, active, device
 
 Model = TypeVar("Model", bound=GPTModel)
@@ -84,7 +85,7 @@ class PolicyModel(GPTModel):
     Returns hidden states [T, 1, H], on the last stage (log-probs, entropies) as `LogProbHead` gives them.
     """
 
-    ropes: Ropes  # for core attention
+    ropes: Ropes  # of its layers
 
     def vocabulary_weights(self) -> list[torch.nn.Parameter]:
         """The embedding and the head of this stage, as far as it holds them; one where they are tied."""

@@ -1,4 +1,4 @@
-"""Self-attention of the local layer spec: from hidden states to rotated queries and keys, by the positions of the rows.
+"""Self-attention of both layer specs: from hidden states to rotated queries and keys, by the positions of the rows.
 
 megatron-core's module is kept with its parameters. What attends to what, and which rotation a layer has, is left to
 `attention`.
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class PackedSelfAttention(SelfAttention):
     """megatron-core's module, where queries and keys leave their projection rotated.
 
-    On a CUDA device one kernel takes queries, keys and values apart, adds the projection's bias or norms queries and
-    keys, and rotates them; not where key heads, being fewer than the ranks, must be exchanged before.
+    On a CUDA device one kernel takes queries, keys and values apart, adds the projection's bias, where that has not
+    done so, or norms queries and keys, and rotates them; not where key heads are fewer than the ranks.
     """
 
     def __init__(self, *args: Any, **how: Any) -> None:

@@ -47,7 +47,7 @@ class ValueModel(GPTModel):
     Returns hidden states [T, 1, H], on the last stage the value of each row, float32 [T].
     """
 
-    ropes: Ropes  # for core attention
+    ropes: Ropes  # of its layers
 
     def vocabulary_weights(self) -> list[nn.Parameter]:
         """The embedding of this stage, if it holds one."""

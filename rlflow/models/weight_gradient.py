@@ -19,7 +19,8 @@ from rlflow.parallel import device
 def add_weight_gradients(dtype: torch.dtype) -> bool:
     """Let linear layers of a dtype add to their gradients' buffers, where it pays; whether they may then be asked to.
 
-    Otherwise each gradient is rounded to bfloat16 first, and added in a pass of its own.
+    megatron-core looks for the extension in a place of its own, which is changed for the process. Otherwise each
+    gradient is rounded to bfloat16 first, and added in a pass of its own.
     """
     if device().type != "cuda" or dtype != torch.bfloat16:
         return False

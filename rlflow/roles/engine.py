@@ -98,6 +98,7 @@ class Engine:
         self.micro_batch_tokens = micro_batch_tokens
         transformer_engine = takes_transformer_engine(transformer_engine, architecture, dtype)
         cuda_graphs = cuda_graphs and device().type == "cuda"
+        assert not (cuda_graphs and offload), "a graph reads weights where they lay when it was captured"
         self.share_prompts = share_prompts and grid.cp == 1
         self.layout = _layout(architecture, grid, virtual_pipeline, transformer_engine)
         self.routing = _routing_shape(architecture) if router_replay else None

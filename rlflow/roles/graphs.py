@@ -144,6 +144,10 @@ def _padded(micro_batch: MicroBatch, shape: Shape) -> MicroBatch:
     shares = micro_batch.seen_rows is not None
     return replace(
         micro_batch,
+        source=zeros(0),  # what no graph reads
+        samples_of_row=zeros(0),
+        token_index=zeros(0),
+        last_samples=None,
         token_ids=zeros(shape.rows),
         position_ids=zeros(shape.rows),
         segments=[],  # the kernel for packed sequences knows them by their bounds

@@ -19,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 
 from rlflow.config.schema import Optimizer
 from rlflow.models import Model
+from rlflow.models.self_attention import PackedSelfAttention
 from rlflow.parallel import Grid, active, device
 
 
@@ -35,6 +36,8 @@ class Training:
         for chunk in chunks:
             _name_expert_replicas(chunk)
             _add_products_to_gradients(chunk)
+            if self.overlap:
+                _call_head_norms(chunk)
         with active(grid):
             self.ddp = [self._replicated(chunk, first=number == 0) for number, chunk in enumerate(chunks)]
             self.optimizer = self._make_optimizer(settings, config.params_dtype)
@@ -130,11 +133,21 @@ def _name_expert_replicas(chunk: Model) -> None:
 
 
 def _add_products_to_gradients(chunk: Model) -> None:
-    """Let Transformer Engine's linear layers add to float32 gradients while they multiply."""
+    """Let Transformer Engine's linear layers add to float32 gradients while they multiply.
+
+    A frozen model has no such gradients, which the config cannot know; grouped experts are left as they are.
+    """
     if chunk.config.params_dtype == torch.bfloat16:
         for module in chunk.modules():
-            if hasattr(module, "fuse_wgrad_accumulation"):
+            if hasattr(module, "fuse_wgrad_accumulation") and hasattr(module, "weight"):
                 module.fuse_wgrad_accumulation = True
+
+
+def _call_head_norms(chunk: Model) -> None:
+    """Let norms of queries and keys run as modules: a module's call is what waits for its gathered parameters."""
+    for module in chunk.modules():
+        if isinstance(module, PackedSelfAttention) and module.config.qk_layernorm:
+            module.fused = False
 
 
 def _leave_out_collectives(bucket_groups: list[Any]) -> None:

@@ -47,6 +47,9 @@ def test_the_example_is_good(tmp_path: Path) -> None:
          "actor's dimensions itself, and actor.order is pp-tp-cp-ep-dp; nearest: natural"),
         ("actor.cuda_graphs=true actor.recompute=full", "actor.cuda_graphs = true: needs actor.recompute = none: "
          "computing activations again asks the host for random states; nearest: false"),
+        ("actor.cuda_graphs=true actor.sequence_parallel=true actor.tensor_parallel_size=2",
+         "actor.cuda_graphs = true: needs actor.sequence_parallel = false: the rows of all ranks go to a buffer that "
+         "moves when a micro-batch is longer; nearest: false"),
         ("actor.cuda_graphs=true actor.offload=true", "actor.cuda_graphs = true: needs actor.offload = false: a graph "
          "reads weights where they lay when it was captured; nearest: false"),
         ("actor.cuda_graphs=true actor.pipeline_parallel_size=2", "actor.cuda_graphs = true: needs "

@@ -1,5 +1,6 @@
 """Context parallelism on GPUs: each rank's chunks through the kernel on one, log-probs and gradients over two."""
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -102,3 +103,19 @@ def test_bfloat16_over_two_ranks_stays_as_near_float32_as_on_one(
     two = (gpus(2, partial(score, grid={"context": 2}), folder, torch.bfloat16, batch)[0] - exact).abs().mean()
     print(f"{model}, bfloat16 against float32: one rank {one:.2e}, two {two:.2e}")
     assert two < 1.5 * one + 1e-4
+
+
+@two_gpus
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="not installed")
+def test_transformer_engine_s_layers_over_two_ranks(gpus: World, qwen: Path) -> None:
+    """Log-probs as near to float32 as on one rank, and the gradient's norm of a step."""
+    batch, cp2 = ranks.long_batch(), {"context": 2}
+    exact = gpus(1, ranks.log_probs, qwen, torch.float32, batch)[0]
+    score = partial(ranks.log_probs, share_prompts=False, transformer_engine=True)
+    one = (gpus(1, score, qwen, torch.bfloat16, batch)[0] - exact).abs().mean()
+    two = (gpus(2, partial(score, grid=cp2), qwen, torch.bfloat16, batch)[0] - exact).abs().mean()
+    assert two < 1.5 * one + 1e-4
+    options = {"share_prompts": False, "transformer_engine": True}
+    alone = gpus(1, ranks.learn_with, qwen, batch, 1, options)[0].metrics[0]
+    shared = gpus(2, ranks.learn_with, qwen, batch, 1, options | {"grid": cp2})[0].metrics[0]
+    assert shared["engine/grad_norm"] == pytest.approx(alone["engine/grad_norm"], rel=0.02)

@@ -57,6 +57,17 @@ def test_graphs_learn_as_kernels_do(gpus: World, qwen: Path, transformer_engine:
     assert graphs.after == pytest.approx(plain.after, rel=0.05)
 
 
+@needs_gpus(2)
+@pytest.mark.parametrize("grid", [{}, {"tensor": 2}], ids=["DP2", "TP2"])
+def test_graphs_over_two_ranks(gpus: World, qwen: Path, grid: dict[str, int]) -> None:
+    batch, options = ranks.long_batch(), {"share_prompts": False, "grid": grid}
+    plain = gpus(2, ranks.learn_with, qwen, batch, 4, options)[0]
+    graphs = gpus(2, ranks.learn_with, qwen, batch, 4, options | {"cuda_graphs": True})[0]
+    for one, other in zip(plain.metrics, graphs.metrics, strict=True):
+        assert other["engine/grad_norm"] == pytest.approx(one["engine/grad_norm"], rel=0.05)
+    assert graphs.after == pytest.approx(plain.after, rel=0.05)
+
+
 def critic_values(folder: Path) -> list[torch.Tensor]:
     """Values of a critic, whose samples have a last one each, and what it learns in a step between."""
     batch = ranks.long_batch()

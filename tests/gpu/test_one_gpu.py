@@ -46,7 +46,7 @@ def test_float32_log_probs_are_those_of_transformers(
 def test_windows_and_scales_of_the_packed_kernel(
     gpus: World, tiny_model: Callable[..., Path], family: str, share: bool
 ) -> None:
-    """In bfloat16 the kernel for packed sequences computes what is not shared, with windows or shorter values."""
+    """In bfloat16 the kernel for packed sequences computes all, with windows, shared prompts or shorter values."""
     folder, batch = tiny_model(family, family != "deepseek_v3"), random_batch()
     exact = gpus(1, ranks.log_probs, folder, torch.float32, batch)[0]
     gap = (gpus(1, partial(ranks.log_probs, share_prompts=share), folder, torch.bfloat16, batch)[0] - exact).abs()
@@ -89,6 +89,16 @@ def test_steps_learn_and_agree_with_float32(gpus: World, qwen: Path, transformer
     assert found.metrics[0]["engine/grad_norm"] == pytest.approx(exact.metrics[0]["engine/grad_norm"], rel=0.02)
     assert found.metrics[0]["loss"] == pytest.approx(exact.metrics[0]["loss"], abs=2e-3)
     assert found.after > found.before + 0.1
+
+
+@pytest.mark.parametrize("transformer_engine", SPECS)
+def test_gradients_of_experts_agree_with_float32(gpus: World, experts: Path, transformer_engine: bool) -> None:
+    batch = ranks.long_batch()
+    exact = gpus(1, ranks.learn, experts, torch.float32, batch, 1)[0].metrics[0]["engine/grad_norm"]
+    learn = partial(ranks.learn, transformer_engine=transformer_engine)
+    found = gpus(1, learn, experts, torch.bfloat16, batch, 1)[0].metrics[0]["engine/grad_norm"]
+    print("experts' gradient norms:", found, exact)
+    assert found == pytest.approx(exact, rel=0.05)
 
 
 def test_vllm_sleeps_wakes_and_takes_weights_in_place(fresh_gpus: World, qwen: Path) -> None:  # cases.md C10

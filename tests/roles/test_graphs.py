@@ -30,7 +30,7 @@ def test_shapes_hold_their_micro_batches() -> None:
     assert shape.rows == len(micro_batch.token_ids)
     assert shape.rows % 512 == 0
     assert shape.sequences == 32  # 24 and padding
-    assert shape.longest == 256 if micro_batch.max_seqlen <= 256 else 512
+    assert shape.longest == 256
     assert len(micro_batch.targets) <= shape.scored < len(micro_batch.targets) + shape.rows // LENGTHS + 1
     assert shape.samples == 32
 
