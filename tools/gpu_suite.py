@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -71,7 +72,7 @@ PARTS = (
     Part("whole_step", 500, "--limit-s {limit} --folder {scratch}/whole_step", needs=("vllm",)),
     Part("peer", 250, "--limit-s {limit} --beside {scratch}/whole_step", ("vllm", "trl"), "tools.peer_trl_gpu"),
     Part("learning", 300, "--limit-s {limit}", ("vllm", "reasoning_gym")),
-    Part("memory", 300, "--limit-s {limit} --out {out}"),
+    Part("memory", 300, "--limit-s {limit} --out {out}", needs=("vllm",)),
 )
 
 
@@ -166,11 +167,20 @@ def _row(one: Measurement) -> tuple[Text, ...]:
     sign = "≥" if one.more_is_better else "≤"
     target = "" if one.target is None else f"{sign} {_number(one.target)}"
     bound = "" if one.bound is None else f"{_number(one.bound)} {one.against}".strip()
-    details = " · ".join(
-        f"{name} {_number(value)}" for name, value in one.details.items() if isinstance(value, (int, float, str))
-    )
+    details = " · ".join(f"{name} {value}" for name, value in _flat(one.details))
     cells = (one.what, f"{_number(one.value)} {one.unit}".strip(), target, verdict, bound, details)
     return tuple(Text(cell) for cell in cells)  # brackets in a test's name are no markup
+
+
+def _flat(details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each detail by its name, `ratio_error.p99` of one within another; lists are written in one cell."""
+    for name, value in details.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", text) for inner, text in _flat(value))
+        elif isinstance(value, list):
+            yield name, ", ".join(_number(one) if isinstance(one, (int, float)) else str(one) for one in value)
+        elif value is not None:
+            yield name, _number(value)
 
 
 def _number(value: float | str) -> str:

@@ -28,7 +28,7 @@ class Calibration:
     gradients: float = 1.0  # activations' gradients in a layer's backward pass
     logits: float = 1.0
     rollout: float = 1.0  # GiB: what vLLM holds besides weights and cache, its CUDA graphs among them, also asleep
-    sampling: float = 4.0  # float32 copies of the logits that vLLM's sampler makes
+    sampling: float = 1.0  # logits, on which vLLM's sampler works in place
     prefill: float = 1.0  # activations of a layer in vLLM's forward over prompts
 
 

@@ -209,8 +209,9 @@ class PlacedRollout:
 
     @property
     def logits(self) -> float:
-        """Bytes of float32 logits of all sequences that are decoded at once."""
-        return 4 * self._rollout.max_num_seqs * self._arch.vocab
+        """Bytes of the logits of all sequences that are decoded at once."""
+        itemsize = 4 if self._rollout.match_trainer else self._itemsize
+        return itemsize * self._rollout.max_num_seqs * self._arch.vocab
 
 
 def nbytes_of(layout: Layout, rank: int, unit: Unit, itemsize: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import psutil
@@ -31,6 +33,10 @@ class PhaseMemory:
         finally:
             self._note()
             self._peaks[name] = max(self._running.pop(), self._peaks.get(name, 0))
+
+    def forget(self) -> None:
+        """Let the phases since the last call of `take` count for none."""
+        self._peaks = {}
 
     def take(self) -> dict[str, float]:
         """`memory/<phase>_gib` of the phases since the last call.
@@ -79,12 +85,25 @@ def kept_by_graphs() -> int:
 
 
 def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """The largest value of each name over all ranks, which have the same names. Collective over the job."""
+    """The largest value of each name over the ranks that have it. Collective over the job.
+
+    Names are gathered only where a checksum says that ranks have others: mostly all have the same.
+    """
     if not dist.is_initialized():
         return dict(values)
     names = sorted(values)  # the order in which a rank met them does not matter
+    checksum = float(zlib.crc32("\n".join(names).encode()))
+    high, negated_low = _largest([checksum, -checksum])
+    if high != -negated_low:
+        gathered: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, names)
+        names = sorted(set().union(*gathered))
+    found = dict(zip(names, _largest([values.get(name, -math.inf) for name in names]), strict=True))
+    return {name: found[name] for name in [*values, *names]}
+
+
+def _largest(values: Sequence[float]) -> list[float]:
     device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    largest = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    found = dict(zip(names, largest.tolist(), strict=True))
-    return {name: found[name] for name in values}
+    return largest.tolist()

@@ -98,11 +98,13 @@ class Profile:
 def _recording(recorder: profile) -> Recording:
     assert recorder.profiler is not None
     assert recorder.profiler.kineto_results is not None
+    collects = gc.isenabled()
     gc.disable()  # it would look through a million new spans again and again
     try:
         return read(recorder.profiler.kineto_results.events(), PREFIX)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _device_name() -> str:

@@ -55,7 +55,7 @@ class Tracker:
         """Start a step's clock, and its profile if one is asked for; the memory of phases before it counts for none."""
         self._profile.begin(step)  # what that takes counts as `track`
         self._clock.begin()
-        self._memory.take()
+        self._memory.forget()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -74,8 +74,7 @@ class Tracker:
         """Stop the step's clock and record the step. Collective over the job.
 
         Adds `time/…`, `memory/…`, `perf/response_tokens` and `perf/tokens_per_second`: response tokens over the whole
-        step's time. Memory, and the time of parts of phases, are those of the rank that took most: all ranks go
-        through the same phases, whatever they do in them.
+        step's time. Memory, and the time of parts of phases, are those of the rank that took most.
         """
         times = self._clock.end()
         if (table := self._profile.end(step)) and self._console is not None:

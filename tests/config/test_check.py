@@ -259,16 +259,6 @@ def test_lengths_must_fit_the_model(tmp_path: Path) -> None:
     assert fault.endswith("nearest: 16384 with rollout.max_prompt_length=16384")
 
 
-def test_the_kv_cache_must_hold_one_sequence(tmp_path: Path) -> None:
-    """32768 tokens × 2 (k, v) × 28 layers × 4 heads × 128 channels × 2 bytes = 1.75 GiB; half of the heads at TP2."""
-    lengths = ("rollout.max_prompt_length=2048", "rollout.max_response_length=30720")
-    (fault,) = faults(tmp_path, *lengths, "rollout.kv_cache_gib=1.7")
-    assert fault == "rollout.kv_cache_gib = 1.7: one sequence of 32768 tokens needs 1.75 GiB; nearest: 1.75"
-    assert faults(tmp_path, *lengths, "rollout.kv_cache_gib=1.75") == []
-    tp2 = "rollout.tensor_parallel_size=2"
-    assert faults(tmp_path, *lengths, "rollout.kv_cache_gib=0.9", tp2, world_size=2) == []
-
-
 def test_models_that_cannot_be_used_are_one_more_fault(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""Rules of how vLLM cuts a model into ranks and stages, and of the number format that it keeps."""
+"""Rules of how vLLM cuts a model into ranks and stages, of its cache, and of the number format that it keeps."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from rlflow.config import assemble
 from rlflow.errors import UserError
 from tests.config.examples import QWEN, tree
+from tests.config.examples import faults as of_actor_and_vllm
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 
@@ -62,3 +63,13 @@ def test_what_it_cannot_do_is_refused(
     tmp_path: Path, overrides: str, world_size: int, experts: bool, message: str
 ) -> None:
     assert message in faults(tmp_path, overrides, world_size, experts)
+
+
+def test_the_kv_cache_must_hold_one_sequence(tmp_path: Path) -> None:
+    """32768 tokens × 2 (k, v) × 28 layers × 4 heads × 128 channels × 2 bytes = 1.75 GiB; half of the heads at TP2."""
+    lengths = ("rollout.max_prompt_length=2048", "rollout.max_response_length=30720")
+    (fault,) = of_actor_and_vllm(tmp_path, *lengths, "rollout.kv_cache_gib=1.7")
+    assert fault == "rollout.kv_cache_gib = 1.7: one sequence of 32768 tokens needs 1.75 GiB; nearest: 1.75"
+    assert of_actor_and_vllm(tmp_path, *lengths, "rollout.kv_cache_gib=1.75") == []
+    tp2 = "rollout.tensor_parallel_size=2"
+    assert of_actor_and_vllm(tmp_path, *lengths, "rollout.kv_cache_gib=0.9", tp2, world_size=2) == []

@@ -24,7 +24,7 @@ def graph_of_additions(values: torch.Tensor, count: int) -> torch.cuda.CUDAGraph
 
 def test_kernels_are_counted_where_they_were_launched(tmp_path: Path) -> None:
     """`generate`: a graph of 50 kernels replayed 10 times; `update`: 40 multiplications in place, one kernel each."""
-    values = torch.ones(1 << 20, device="cuda")
+    values = torch.ones(1 << 26, device="cuda")  # 40 kernels take milliseconds: the table's digits end there
     graph = graph_of_additions(values, 50)
     profile = Profile((2,), tmp_path, rank=0, trace=True)
     for step in (1, 2):

@@ -10,6 +10,7 @@ from rlflow.config.load import interpret
 from rlflow.config.schema import Config
 from rlflow.inspect.calibration import GIB, Calibration
 from rlflow.inspect.memory import Peak, predict
+from rlflow.inspect.placed import PlacedRollout
 
 EXACT = Calibration(libraries=0.0, rollout=0.0, sampling=0.0, prefill=0.0)
 """What can be counted, alone."""
@@ -159,3 +160,13 @@ def test_an_average_micro_batch_is_as_full_as_it_can_be() -> None:
         found = parts(peaks(config)["update/actor"])
         rows[tokens] = found["activations"] / (2 * (LAYERS * (8 * HIDDEN + 3 * FFN) + 2 * HIDDEN))
     assert rows == pytest.approx({250: 250, 50: 100})
+
+
+def test_vllms_sampler_works_on_the_logits_where_they_are() -> None:
+    """In the weights' precision, of which match_trainer makes float32."""
+    policy = qwen2()
+    found = [
+        PlacedRollout(configuration(rollout={"match_trainer": matched, "max_num_seqs": 7}), policy, 1).logits
+        for matched in (False, True)
+    ]
+    assert found == [2 * 7 * VOCAB, 4 * 7 * VOCAB]

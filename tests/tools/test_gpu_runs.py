@@ -81,6 +81,12 @@ def test_runs_that_learn_the_same_differ_in_times_alone() -> None:
     assert works.differences(one, one[:1]) == ["step 2 actor/loss 0.25 None"]
 
 
+def test_runs_that_recorded_nothing_are_not_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(works, "train", lambda *given, **limits: True)
+    monkeypatch.setattr(works, "save", lambda folder, shape: folder)
+    assert not works.Jobs(tmp_path, [], 1.0, on_gpu=False)._tell_differences()
+
+
 def test_a_resumed_run_is_told_with_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """Each run writes what it would have recorded; the broken one is started twice."""

@@ -27,6 +27,8 @@ def test_measurements_are_found_among_other_lines(capsys: pytest.CaptureFixture[
         *capsys.readouterr().out.splitlines(),
         '{"section": "training", "what": "cut o',
         '{"section": "a", "details": {"b": 1}',
+        '{"section": "a", "what": "two{"section": "a", "details": {}}',
+        '{"section": "a", "unknown": {}}',
     ]
     assert read(lines) == [SPEED]
     assert SPEED.meets_target
@@ -102,6 +104,14 @@ def test_the_table_shows_targets_bounds_and_sections() -> None:
     assert "pause 2 s ≤ 1.5 missed" in lines
     assert "speed 40,000 tokens/s" in lines
     assert "rollout" in lines
+
+
+def test_the_table_shows_details_within_details() -> None:
+    one = Measurement(
+        "numerics", "gap", 0.5, "", details={"ratio": {"p50": 0.1, "p99": 2}, "s": [1, 2.5], "none": None}
+    )
+    (row,) = [line for line in table([one]).splitlines() if "gap" in line]
+    assert row.endswith("ratio.p50 0.1 · ratio.p99 2 · s 1, 2.5")
 
 
 LOG = """

@@ -17,6 +17,7 @@ FOUND = {
     "score": 1.5,
     "update": 18.0,
     "peak_gib": 80.0,
+    "tokens": WORK.sampled,
     "engine": "graphs",
 }
 
@@ -54,6 +55,13 @@ def test_without_steps_of_rlflow_there_is_no_ratio(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert len(read(said.splitlines())) == 1
     assert "no ratio" in said
+
+
+def test_a_step_of_other_work_is_told_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    peer.report("0.5b", FOUND | {"tokens": WORK.sampled - 1}, None)
+    said = capsys.readouterr().out
+    assert [one.value for one in read(said.splitlines())] == [FOUND["step"]]
+    assert "not of the same work" in said
 
 
 @pytest.mark.parametrize("starts", [True, False])

@@ -99,3 +99,25 @@ def own_part() -> dict[str, float]:
 def test_the_largest_rank_counts(world: Callable[..., list[Any]]) -> None:
     wanted = {"memory/generate_gib": 2.0, "time/update/actor": 4.0}
     assert world(2, own_part) == [wanted, wanted]
+
+
+def part_of_its_role() -> dict[str, float]:
+    rank = dist.get_rank()
+    return max_over_ranks({"memory/update_gib": 3.0 - rank, f"memory/update/{('actor', 'critic')[rank]}_gib": 1.0})
+
+
+def test_ranks_may_have_parts_of_their_own(world: Callable[..., list[Any]]) -> None:
+    wanted = {"memory/update_gib": 3.0, "memory/update/actor_gib": 1.0, "memory/update/critic_gib": 1.0}
+    assert world(2, part_of_its_role) == [wanted, wanted]
+
+
+def test_forgotten_phases_count_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the walk over torch's blocks that `take` is asked for once a step."""
+    FakeGPU(monkeypatch)
+    memory = PhaseMemory()
+    with memory.phase("evaluate"):
+        pass
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", None)
+    memory.forget()
+    monkeypatch.undo()
+    assert memory.take() == {}

@@ -317,7 +317,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for calibration.json")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="FOLDER", help="of finished runs")
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
+    parser.add_argument("--models", type=Path, default=runs.MODELS)
     parser.add_argument("--check", type=Path, nargs="?", const=calibration.FILE, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.check is not None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from tests.workers import RankFailure, World
 from tools.gpu.report import emit
+from tools.gpu.runs import MODELS
 from tools.gpu.shapes import SHAPES, save
 from tools.gpu.timing import seconds_of
 
@@ -144,7 +144,7 @@ def report(shape: str, variant: Variant, found: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
+    parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=200.0)
     arguments = parser.parse_args()
     folder = save(arguments.models / arguments.shape, arguments.shape)

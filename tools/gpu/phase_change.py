@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from tests.workers import RankFailure, World
 from tools.gpu.report import emit
+from tools.gpu.runs import MODELS
 from tools.gpu.shapes import SHAPES, save
 from tools.gpu.timing import seconds_of
 from tools.gpu.training import Work, batch_of
@@ -121,7 +121,7 @@ def report(name: str, found: dict[str, float]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=("0.5b", "1.5b"))
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
+    parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=200.0)
     arguments = parser.parse_args()
     until, failed = time.monotonic() + arguments.limit_s, False

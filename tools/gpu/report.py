@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,10 +42,11 @@ def emit(section: str, what: str, value: float, unit: str = "", **rest: Any) -> 
 def read(lines: Iterable[str]) -> list[Measurement]:
     """The measurements among the lines that a part printed; all other lines are its log.
 
-    So is the last line of a part that was ended while it wrote.
+    So is the last line of a part that was ended while it wrote, and a line that processes wrote into each other's.
     """
     found = []
     for line in lines:
         if line.startswith('{"section": ') and line.endswith("}}"):  # the last field is a mapping
-            found.append(Measurement(**json.loads(line)))
+            with suppress(ValueError, TypeError):
+                found.append(Measurement(**json.loads(line)))
     return found

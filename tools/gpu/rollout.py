@@ -19,7 +19,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.report import emit
+from tools.gpu.runs import MODELS
 from tools.gpu.sampling import REPLY, Work, ask
 from tools.gpu.shapes import SHAPES, Shape, save
 from tools.gpu.whole_step import REACHED_BANDWIDTH
@@ -170,7 +170,7 @@ def memory_seconds(shape: Shape, work: Work) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "rlflow-shapes")
+    parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=400.0)
     arguments = parser.parse_args()
     until = time.monotonic() + arguments.limit_s

@@ -141,9 +141,10 @@ class Jobs:
         return train(self._configs[name], [*self._overrides, *overrides], until=self._until)
 
     def _tell_differences(self) -> bool:
-        """Whether a broken run and a whole one have learnt the same to the last bit."""
+        """Whether a broken run and a whole one have made steps and learnt the same to the last bit."""
         broken, whole = self._configs["broken"], self._configs["whole"]
-        found = differences(steps_of(broken), steps_of(whole))
+        records = steps_of(whole)
+        found = differences(steps_of(broken), records) if records else ["no steps"]
         print("\n".join(found), flush=True)
         same = digest(broken) == digest(whole)
         emit(
