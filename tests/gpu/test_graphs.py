@@ -14,6 +14,7 @@ from tests.gpu.test_one_gpu import SPECS
 from tests.workers import World
 
 pytestmark = needs_gpus(1)
+two_gpus = needs_gpus(2)[1]
 
 
 def repeat(folder: Path, transformer_engine: bool, policy_loss: str) -> tuple[list[torch.Tensor], list[dict]]:
@@ -57,7 +58,7 @@ def test_graphs_learn_as_kernels_do(gpus: World, qwen: Path, transformer_engine:
     assert graphs.after == pytest.approx(plain.after, rel=0.05)
 
 
-@needs_gpus(2)
+@two_gpus
 @pytest.mark.parametrize("grid", [{}, {"tensor": 2}], ids=["DP2", "TP2"])
 def test_graphs_over_two_ranks(gpus: World, qwen: Path, grid: dict[str, int]) -> None:
     batch, options = ranks.long_batch(), {"share_prompts": False, "grid": grid}
