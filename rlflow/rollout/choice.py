@@ -7,6 +7,7 @@ that must not come yet) stays vLLM's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,9 +29,19 @@ class Choices:
         self._log_probs: Tensor | None = None
 
     def sample(
-        self, logits: Tensor, slots: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, **_: Any
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        *,
+        apply_temperature: bool,
+        **_: Any,
     ) -> Tensor:
         """A token of each row of logits, which are divided by the temperature: int64 [N]."""
+        if apply_temperature:
+            raise ValueError("the logits are to be divided by the temperature before a token is chosen")
         self._tokens, self._log_probs = self._choose(logits, slots, temperatures, seeds, positions)
         return self._tokens
 
@@ -46,6 +57,7 @@ class Choices:
         return LogprobsTensors(tokens[:, None], log_probs[:, None], ranks)
 
 
+@functools.cache  # a second engine of the process finds it done
 def install() -> None:
     """Have vLLM's second GPU runner sample this way from now on, in this process."""
     from vllm.v1.worker.gpu.sample import sampler

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AHEAD = 2  # steps given to the GPU before the oldest one's tokens are read: it never waits, and few steps are in vain
 MOST_STEPS = 4096  # of one stay, whose tokens and log-probs the host holds in arrays of equal rows
-FREE_SHARE = 16  # waiting requests are let in when one in so many of the places is free
+FREE_SHARE = 16  # while requests wait that the cache could hold, at most one in so many of the places is idle
 
 
 def install(llm: LLM) -> None:
@@ -69,15 +69,19 @@ class SteadyDecoder:
 
     def _can_admit(self) -> bool:
         """Whether a waiting request has a place and cache blocks for its tokens."""
-        scheduler, waiting = self._scheduler, compat.vllm_waiting(self._scheduler)
-        if waiting is None or len(scheduler.running) >= scheduler.max_num_running_reqs:
-            return False
-        return bool(self._free_blocks() * self._block >= waiting.num_tokens)
+        return len(self._scheduler.running) < self._scheduler.max_num_running_reqs and self._has_blocks()
+
+    def _has_blocks(self) -> bool:
+        """Whether a request waits whose tokens the free cache blocks hold."""
+        waiting = compat.vllm_waiting(self._scheduler)
+        return waiting is not None and bool(self._free_blocks() * self._block >= waiting.num_tokens)
 
     def _should_leave(self, going: int) -> bool:
         """Whether enough places have become free for vLLM to fill them, with so many requests left."""
-        most = self._scheduler.max_num_running_reqs
-        return compat.vllm_waiting(self._scheduler) is not None and most - going >= max(1, most // FREE_SHARE)
+        scheduler = self._scheduler
+        waiting = scheduler.get_num_unfinished_requests() - len(scheduler.running)
+        enough = max(1, min(scheduler.max_num_running_reqs // FREE_SHARE, waiting))
+        return scheduler.max_num_running_reqs - going >= enough and self._has_blocks()
 
     def _free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -134,14 +138,19 @@ class SteadyDecoder:
         ids = [requests[row].request_id for row in which.tolist()]
         scheduler, scheduled = self._scheduler, SchedulerOutput.make_empty()
         counts = computed.tolist()
-        scheduled.scheduled_cached_reqs = CachedRequestData(ids, set(), [], {}, blocks, counts, counts)
+        scheduled.scheduled_cached_reqs = CachedRequestData(
+            req_ids=ids, resumed_req_ids=set(), new_token_ids=[], all_token_ids={}, new_block_ids=blocks,
+            num_computed_tokens=counts, num_output_tokens=rows.sampled(which).tolist(),
+        )  # fmt: skip
         scheduled.num_scheduled_tokens = dict.fromkeys(ids, 1)
         scheduled.total_num_scheduled_tokens = len(ids)
         scheduled.finished_req_ids, scheduler.finished_req_ids = scheduler.finished_req_ids, set()
         self._executor.execute_model(scheduled, non_block=True)
-        output = self._executor.sample_tokens(None, non_block=True).async_output
+        sampled = self._executor.sample_tokens(None, non_block=True)
+        if not hasattr(sampled, "async_output"):
+            sampled.result()  # raises what went wrong in the step
         rows.launch(which)
-        return Step(which, output)
+        return Step(which, sampled.async_output)
 
     def _new_blocks(self, requests: list[Request], which: Rows, computed: Rows) -> list[Any] | None:
         """Cache blocks for the rows whose next token begins one, None for the others; None without enough of them."""

@@ -57,6 +57,10 @@ class DecodeRows:
         """How many tokens of each row have keys and values when its next step begins."""
         return self._computed[rows] + self._launched[rows]
 
+    def sampled(self, rows: Rows) -> NDArray[np.int64]:
+        """How many tokens each row's response has when its next step begins, those under way included."""
+        return self._sampled[rows] + self._launched[rows]
+
     def launch(self, rows: Rows) -> None:
         """Count a step of these rows, whose tokens `take` is given in the order of the launches."""
         self._launched[rows] += 1

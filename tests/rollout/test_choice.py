@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from tests.workers import World
+
 HERE = "tests.rollout.test_choice"
 DRAWS = 100  # few, because the interpreter takes milliseconds for each; tests/gpu draws many
 
@@ -18,6 +20,36 @@ def test_the_kernels_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-m", HERE], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def choose_and_score() -> list[bool]:
+    """In a process that may import vLLM: what is scored by us, and what vLLM is asked for."""
+    from rlflow.rollout.choice import Choices
+
+    tokens, log_probs = torch.tensor([3, 1]), torch.tensor([-0.5, -2.0])
+    choices = Choices(lambda *_: (tokens, log_probs), lambda *_, **__: "by vLLM")
+    how = {"slots": tokens, "temperatures": log_probs, "seeds": tokens, "positions": tokens}
+    sampled = choices.sample(torch.zeros(2, 4), **how, apply_temperature=False, use_fp64=False)
+    ours = choices.score(torch.zeros(2, 4), 0, sampled)
+    found = [
+        sampled is tokens,
+        torch.equal(ours.logprobs[:, 0], log_probs),
+        torch.equal(ours.logprob_token_ids[:, 0], tokens),
+    ]
+    found.append(choices.score(torch.zeros(2, 4), 0, sampled) == "by vLLM")  # scored already
+    choices.sample(torch.zeros(2, 4), **how, apply_temperature=False)
+    found.append(choices.score(torch.zeros(2, 4), 0, tokens.clone()) == "by vLLM")  # other tokens
+    choices.sample(torch.zeros(2, 4), **how, apply_temperature=False)
+    found.append(choices.score(torch.zeros(2, 4), 5, tokens) == "by vLLM")  # several a token
+    try:
+        choices.sample(torch.zeros(2, 4), **how, apply_temperature=True)
+    except ValueError:
+        found.append(True)
+    return found
+
+
+def test_only_what_was_sampled_last_is_scored_here(world: World) -> None:
+    assert world(1, choose_and_score)[0] == [True] * 7
 
 
 def check(device: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
