@@ -109,9 +109,9 @@ def start_rollout(
 ) -> VLLMRollout:
     from transformers import AutoTokenizer
 
+    options = {"kv_cache_gib": 1.0, "max_num_seqs": 64} | options
     config = Rollout(
-        ranks=ranks, tensor_parallel_size=tensor, max_prompt_length=256, max_response_length=128, kv_cache_gib=1.0,
-        max_num_seqs=64, **options,
+        ranks=ranks, tensor_parallel_size=tensor, max_prompt_length=256, max_response_length=128, **options
     )  # fmt: skip
     return VLLMRollout(
         load_architecture(folder), str(folder), config, AutoTokenizer.from_pretrained(folder), dtype="bfloat16",

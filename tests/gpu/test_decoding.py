@@ -1,6 +1,8 @@
 """Decoding in bulk on a GPU samples what vLLM's own scheduler has it sample."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,10 @@ Response = tuple[list[int], list[float]]
 STOPS = 2000  # ids that end a response: one in 76 of the vocabulary's
 
 
-def both_ways(folder: Path, ignore_eos: bool) -> tuple[list[Response], list[Response]]:
+def both_ways(folder: Path, ignore_eos: bool, **options: Any) -> tuple[list[Response], list[Response]]:
     """The same step sampled in bulk and by vLLM's scheduler, from the same weights without a cached prefix."""
     parallel.initialize(60, 0)
-    rollout = start_rollout(folder, ignore_eos=ignore_eos, stop_token_ids=tuple(range(STOPS)))
+    rollout = start_rollout(folder, ignore_eos=ignore_eos, stop_token_ids=tuple(range(STOPS)), **options)
     asked: list[Prompt] = prompts()
 
     def sample() -> list[Response]:
@@ -41,7 +43,17 @@ def test_bulk_and_scheduler_sample_the_same(fresh_gpus: World, qwen: Path, ignor
     in_bulk, by_vllm = fresh_gpus(1, both_ways, qwen, ignore_eos)[0]
     if ignore_eos:
         assert in_bulk == by_vllm
-        return
+    else:
+        check_endings(in_bulk, by_vllm)
+
+
+def test_requests_that_wait_for_places_and_cache(fresh_gpus: World, qwen: Path) -> None:
+    """48 requests, 16 places and a cache that holds about half of them, each sample with a seed of its own."""
+    sample = partial(both_ways, max_num_seqs=16, kv_cache_gib=0.03, deterministic=True)
+    check_endings(*fresh_gpus(1, sample, qwen, False)[0])
+
+
+def check_endings(in_bulk: list[Response], by_vllm: list[Response]) -> None:
     assert all(len(ids) == len(log_probs) for ids, log_probs in in_bulk)
     assert all(ids[-1] < STOPS or len(ids) == 128 for ids, _ in in_bulk)
     assert all(min(ids[:-1], default=STOPS) >= STOPS for ids, _ in in_bulk)
