@@ -198,7 +198,7 @@ def _micro_batch(pool: Tensor, layout: _Layout, rows: _Rows, multiple: int) -> M
         token_index=token_index,
         sample_index=sample_index,
         padding=len(source) - len(real),
-        **_seen(rows.segments),
+        **_seen_where_shared(rows.segments),
         last_rows=last_rows if layout.with_last else None,
         last_samples=_columns(rows.samples, 3)[0] if layout.with_last else None,
     )
@@ -222,18 +222,24 @@ def _predictions(layout: _Layout, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, 
     return predict_at, spans(places, lengths), numbers.repeat_interleave(lengths), last_rows
 
 
-def _seen(segments: Sequence[Segment]) -> dict[str, Any]:
+def _seen_where_shared(segments: Sequence[Segment]) -> dict[str, Any]:
     """The rows that segments see, unless all have none but their own."""
-    prefix_start, prefix_end, start, end = _columns(segments, 4)
-    if torch.equal(prefix_start, prefix_end):
+    if all(prefix_start == prefix_end for prefix_start, prefix_end, _, _ in segments):
         return {}
+    rows, lengths = seen_by(segments)
+    return {"seen_rows": rows, "cu_seen": bounds_of(lengths), "max_seen": int(lengths.max())}
+
+
+def seen_by(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    """The rows that each segment attends to, its prefix and then its own: int64 [K], and how many: int64 [segments]."""
+    prefix_start, prefix_end, start, end = _columns(segments, 4)
     starts, lengths = torch.stack([prefix_start, start], 1), torch.stack([prefix_end - prefix_start, end - start], 1)
-    seen = lengths.sum(1)
-    return {
-        "seen_rows": spans(starts.flatten(), lengths.flatten()),
-        "cu_seen": torch.nn.functional.pad(seen.cumsum(0), (1, 0)).to(torch.int32),
-        "max_seen": int(seen.max()),
-    }
+    return spans(starts.flatten(), lengths.flatten()), lengths.sum(1)
+
+
+def bounds_of(lengths: Tensor) -> Tensor:
+    """Where runs of these lengths begin, one after the other, and the last one's end: int32 [n + 1]."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:

@@ -210,15 +210,17 @@ class PackedAttention(torch.nn.Module):
         The rows are this rank's alone, and are attended to by those of all ranks.
         """
         query, key, value = (states.squeeze(1) for states in (query, key, value))
+        return self.attend(query, key, value, packed_seq_params).unsqueeze(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedInput) -> Tensor:
+        """As `forward`, without the dimension of the batch: [T, heads, d] and so on → [T, heads · v]."""
         if self.context_group is not None:
             both = gather_rows(torch.cat([key, value], -1), self.context_group)
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-        how = self.input_of(packed_seq_params)
+        how = self.input_of(packed)
         if how.plan is not None:
-            out = attend(query, key, value, how.plan, self.scale)
-        else:
-            out = attend_varlen(query, key, value, packed_seq_params, self.scale, how.window)
-        return out.unsqueeze(1)
+            return attend(query, key, value, how.plan, self.scale)
+        return attend_varlen(query, key, value, packed, self.scale, how.window)
 
     def input_of(self, packed: PackedInput) -> AttentionInput:
         """What of a micro-batch concerns this layer, its rotation among it."""

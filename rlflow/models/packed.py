@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rlflow.batch import MicroBatch
-from rlflow.batch.ragged import spans
+from rlflow.batch.packing import bounds_of, seen_by
 from rlflow.batch.zigzag import Segment, context_segments, gathered_places
 from rlflow.models.attention import AttentionInput, AttentionPlan, Gathered, plan_attention
 from rlflow.models.rope import Rope, Ropes, RotationTable, rotation_table
@@ -81,16 +80,15 @@ def kernel_bounds(micro_batch: MicroBatch, segments: list[Segment], gathered: Ga
     """What the kernel for packed sequences must know of queries and keys."""
     if gathered is None:
         return _own_bounds(micro_batch)
-    prefix_start, _, start, end = torch.tensor(segments).unbind(1)
-    queries, keys = end - start, end - prefix_start  # a chunk follows its prefix
+    queries = torch.tensor([end - start for *_, start, end in segments])
+    rows, keys = seen_by(segments)
     device = gathered.places.device
-    bounds = [F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (queries, keys)]
     return {
-        "cu_seqlens_q": bounds[0],
-        "cu_seqlens_kv": bounds[1],
+        "cu_seqlens_q": bounds_of(queries).to(device),
+        "cu_seqlens_kv": bounds_of(keys).to(device),
         "max_seqlen_q": int(queries.max()),
         "max_seqlen_kv": int(keys.max()),
-        "seen_rows": gathered.places[spans(prefix_start, keys).to(device)],
+        "seen_rows": gathered.places[rows.to(device)],
     }
 
 

@@ -28,20 +28,9 @@ class TransformerEngineAttention(PackedAttention):
                 config, softmax_scale=softmax_scale, pg_collection=pg_collection, **where
             )
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: PackedInput,
-        **_: Any,
-    ) -> Tensor:
-        """[T, 1, heads, d] and [T, 1, kv_heads, d], both rotated, and [T, 1, kv_heads, d] → [T, 1, heads · d]."""
-        packed = packed_seq_params
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedInput) -> Tensor:
         if self.kernel is None or packed.seen_rows is not None:
-            return super().forward(query, key, value, None, packed_seq_params=packed)
+            return super().attend(query, key, value, packed)
         sequences = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=packed.cu_seqlens_q,
@@ -49,6 +38,5 @@ class TransformerEngineAttention(PackedAttention):
             max_seqlen_q=packed.max_seqlen_q,
             max_seqlen_kv=packed.max_seqlen_kv,
         )
-        states = (part.squeeze(1) for part in (query, key, value))
-        found = self.kernel(*states, None, AttnMaskType.padding_causal, packed_seq_params=sequences)
-        return found.reshape(len(query), 1, -1)
+        found = self.kernel(query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=sequences)
+        return found.reshape(len(query), -1)
