@@ -1,20 +1,14 @@
 """Copies of regions: on a CPU as they are, and the tables and the kernel of a GPU through Triton's interpreter."""
 
-import importlib.util
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
-import pytest
 import torch
 
 from megatron_bridge.copies import BLOCK_BYTES, TILE_BYTES, FusedCopies, Kind, tabulate
 from megatron_bridge.plan import Copy, Place
 from tests.bridge.regions import random_case
-
-HERE = __name__
+from tests.interpreter import interpret
 
 
 def test_copies_and_casts_are_those_of_torch() -> None:
@@ -75,15 +69,7 @@ def test_other_casts_are_left_to_torch() -> None:
     assert tabulate([copy], *ends) == ({}, [copy])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="tests/gpu runs the kernel itself")
-def test_the_kernel_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", HERE], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-
-
-def _interpret() -> None:
+def check_kernel() -> None:
     """Run the kernel on host memory, with blocks so small that tiles have several, rows and columns included."""
     from megatron_bridge import copies
     from megatron_bridge.copy_kernel import launch
@@ -102,5 +88,5 @@ def _interpret() -> None:
     assert len(kinds) > 12
 
 
-if __name__ == "__main__":
-    _interpret()
+def test_the_kernel_in_the_interpreter() -> None:
+    interpret(check_kernel)

@@ -1,19 +1,14 @@
 """The softmax's kernels in Triton's interpreter, and shards put together, against plain float64 softmax."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from itertools import pairwise, product
 
-import pytest
 import torch
 from torch import Tensor
 
 from rlflow.models import softmax
 from rlflow.models.softmax import Slopes, Sums, VocabShard
+from tests.interpreter import interpret
 
-HERE = "tests.models.test_softmax"
 ROWS, SIZE, START = 5, 70, 10
 TARGETS = torch.tensor([10, 33, 79, 9, 80])  # the shard's first, one within, its last, one before and one behind it
 
@@ -42,15 +37,7 @@ def test_shards_sum_up_to_the_whole() -> None:
     assert not target[3:].any()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="tests/gpu runs the kernels themselves")
-def test_the_kernels_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", HERE], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-
-
-def _interpret() -> None:
+def check_kernels() -> None:
     """Run the kernels on host memory in blocks of which a row has several, the last not full."""
     from rlflow.models import softmax_kernel
 
@@ -72,5 +59,5 @@ def _interpret() -> None:
         assert torch.allclose(gradient, exact, rtol=1e-5, atol=1e-6)
 
 
-if __name__ == "__main__":
-    _interpret()
+def test_the_kernels_in_the_interpreter() -> None:
+    interpret(check_kernels)

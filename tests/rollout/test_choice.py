@@ -1,25 +1,11 @@
 """The kernels that choose tokens, in Triton's interpreter, against softmax in float64."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
 
+from tests.interpreter import interpret
 from tests.workers import World
 
-HERE = "tests.rollout.test_choice"
 DRAWS = 100  # few, because the interpreter takes milliseconds for each; tests/gpu draws many
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="tests/gpu runs the kernels themselves")
-def test_the_kernels_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-m", HERE], env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
 
 
 def choose_and_score() -> list[bool]:
@@ -94,7 +80,7 @@ def check_frequencies(device: str, vocab: int, draws: int) -> None:
         assert squares < freedom + 5 * (2 * freedom) ** 0.5  # χ², five standard deviations
 
 
-def _interpret() -> None:
+def check_kernels() -> None:
     from rlflow.rollout import choice_kernel
 
     choice_kernel.CHUNK = 8  # several chunks, the last one short
@@ -103,5 +89,5 @@ def _interpret() -> None:
     check_frequencies("cpu", 12, DRAWS)
 
 
-if __name__ == "__main__":
-    _interpret()
+def test_the_kernels_in_the_interpreter() -> None:
+    interpret(check_kernels)
