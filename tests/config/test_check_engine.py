@@ -5,26 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from rlflow.config import assemble
-from rlflow.errors import UserError
-from tests.config.examples import QWEN, tree
-from tests.config.examples import faults as of_actor_and_vllm
+from tests.config.examples import QWEN, faults
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 
 
-def faults(folder: Path, overrides: str, world_size: int, experts: bool) -> list[str]:
-    config = tree(folder)
+def engine_faults(folder: Path, overrides: str, world_size: int, experts: bool) -> list[str]:
+    """Where vLLM alone is asked for, of the example's model or of one with six experts."""
+    sections = {}
     if experts:
         model = json.loads((QWEN / "config.json").read_text())
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps({**model, **EXPERTS, "use_sliding_window": False}))
-        config["model"] = {"path": str(folder / "model")}
-    try:
-        assemble(config, overrides.split(), world_size=world_size, purpose="generate")
-    except UserError as error:
-        return [line.strip() for line in error.message.splitlines()[1:]]
-    return []
+        sections["model"] = {"path": str(folder / "model")}
+    return faults(folder, *overrides.split(), world_size=world_size, purpose="generate", **sections)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +32,7 @@ def faults(folder: Path, overrides: str, world_size: int, experts: bool) -> list
     ],
 )
 def test_what_vllm_can_do_is_accepted(tmp_path: Path, overrides: str, world_size: int, experts: bool) -> None:
-    assert faults(tmp_path, overrides, world_size, experts) == []
+    assert engine_faults(tmp_path, overrides, world_size, experts) == []
 
 
 @pytest.mark.parametrize(
@@ -62,14 +56,14 @@ def test_what_vllm_can_do_is_accepted(tmp_path: Path, overrides: str, world_size
 def test_what_it_cannot_do_is_refused(
     tmp_path: Path, overrides: str, world_size: int, experts: bool, message: str
 ) -> None:
-    assert message in faults(tmp_path, overrides, world_size, experts)
+    assert message in engine_faults(tmp_path, overrides, world_size, experts)
 
 
 def test_the_kv_cache_must_hold_one_sequence(tmp_path: Path) -> None:
     """32768 tokens × 2 (k, v) × 28 layers × 4 heads × 128 channels × 2 bytes = 1.75 GiB; half of the heads at TP2."""
     lengths = ("rollout.max_prompt_length=2048", "rollout.max_response_length=30720")
-    (fault,) = of_actor_and_vllm(tmp_path, *lengths, "rollout.kv_cache_gib=1.7")
+    (fault,) = faults(tmp_path, *lengths, "rollout.kv_cache_gib=1.7")
     assert fault == "rollout.kv_cache_gib = 1.7: one sequence of 32768 tokens needs 1.75 GiB; nearest: 1.75"
-    assert of_actor_and_vllm(tmp_path, *lengths, "rollout.kv_cache_gib=1.75") == []
+    assert faults(tmp_path, *lengths, "rollout.kv_cache_gib=1.75") == []
     tp2 = "rollout.tensor_parallel_size=2"
-    assert of_actor_and_vllm(tmp_path, *lengths, "rollout.kv_cache_gib=0.9", tp2, world_size=2) == []
+    assert faults(tmp_path, *lengths, "rollout.kv_cache_gib=0.9", tp2, world_size=2) == []
