@@ -63,7 +63,6 @@ def counting_executor() -> type:
     class Counting(Executor):
         supports_pp = uses_ray = False
         blocks = 0  # of the cache
-        steps = 0
 
         def _init_executor(self) -> None:
             self.known: dict[str, Known] = {}
@@ -124,7 +123,6 @@ def counting_executor() -> type:
                         assert writers.setdefault(block, name) == name
 
         def sample_tokens(self, grammar: Any, non_block: bool = False) -> Output:
-            type(self).steps += 1
             ends = {name: self.known[name].computed + count for name, count in self._step.items()}
             tokens = np.array([
                 (7919 * self.known[name].first + 104729 * self.known[name].index + 1299709 * end) % 997 % 97
