@@ -1,8 +1,9 @@
 """Decode steps without vLLM's scheduler, while there is nothing for it to decide.
 
-Its scheduler and output processor take about 20 µs of Python for every token, as long as a GPU takes for all of a small
-model's step. `SteadyDecoder` stands before them: once all requests of an engine wait for their next token, it counts
-them in arrays and only hands steps to vLLM's model runner, which computes, samples and keeps its own state on the GPU.
+Its scheduler and output processor run Python for every token (`tools/bench_decoding.py`), which for a thousand of them
+takes longer than a GPU takes for a small model's step. `SteadyDecoder` stands before them: once all requests of an
+engine wait for their next token, it counts them in arrays and only hands steps to vLLM's model runner, which computes,
+samples and keeps its own state on the GPU.
 Prompts, admission and what to do without free cache blocks stay vLLM's, which goes on from wherever this stops.
 """
 
