@@ -1,5 +1,6 @@
 """Which GPU tests run here, and the random models of real shapes that they run on."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ GEMMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 """The width of Gemma-3-1B, heads half as large, every sixth layer without a window."""
+
+
+needs_transformer_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+
+SPECS = [
+    pytest.param(False, id="local spec"),
+    pytest.param(True, id="Transformer Engine", marks=needs_transformer_engine),
+]
+"""Values of `transformer_engine`."""
 
 
 def needs_gpus(count: int) -> list[pytest.MarkDecorator]:

@@ -75,10 +75,6 @@ def learn(folder: Path, dtype: torch.dtype, batch: Batch, steps: int, **options:
     return Lesson(metrics, before, value())
 
 
-def learn_with(folder: Path, batch: Batch, steps: int, options: dict[str, Any]) -> Lesson:
-    return learn(folder, torch.bfloat16, batch, steps, **options)
-
-
 def learn_on_grid(folder: Path, case: runs.Case, settings: dict[str, Any]) -> runs.Learned:
     learned = runs.learn(folder, case, settings, 1, {"entropy_coef": 0.01})
     return replace(learned, log_probs=learned.log_probs.cpu())

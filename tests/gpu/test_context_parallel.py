@@ -1,6 +1,5 @@
 """Context parallelism on GPUs: each rank's chunks through the kernel on one, log-probs and gradients over two."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor
 from rlflow.batch import MicroBatch, pack
 from rlflow.batch.zigzag import context_rows
 from tests.gpu import ranks
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import needs_gpus, needs_transformer_engine
 from tests.roles.runs import Case
 from tests.roles.test_engine import GRADIENT_STEP, assert_same_change
 from tests.workers import World
@@ -106,7 +105,7 @@ def test_bfloat16_over_two_ranks_stays_as_near_float32_as_on_one(
 
 
 @two_gpus
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="not installed")
+@needs_transformer_engine
 def test_transformer_engine_s_layers_over_two_ranks(gpus: World, qwen: Path) -> None:
     """Log-probs as near to float32 as on one rank, and the gradient's norm of a step."""
     batch, cp2 = ranks.long_batch(), {"context": 2}
@@ -115,7 +114,7 @@ def test_transformer_engine_s_layers_over_two_ranks(gpus: World, qwen: Path) -> 
     one = (gpus(1, score, qwen, torch.bfloat16, batch)[0] - exact).abs().mean()
     two = (gpus(2, partial(score, grid=cp2), qwen, torch.bfloat16, batch)[0] - exact).abs().mean()
     assert two < 1.5 * one + 1e-4
-    options = {"share_prompts": False, "transformer_engine": True}
-    alone = gpus(1, ranks.learn_with, qwen, batch, 1, options)[0].metrics[0]
-    shared = gpus(2, ranks.learn_with, qwen, batch, 1, options | {"grid": cp2})[0].metrics[0]
+    learn = partial(ranks.learn, share_prompts=False, transformer_engine=True)
+    alone = gpus(1, learn, qwen, torch.bfloat16, batch, 1)[0].metrics[0]
+    shared = gpus(2, partial(learn, grid=cp2), qwen, torch.bfloat16, batch, 1)[0].metrics[0]
     assert shared["engine/grad_norm"] == pytest.approx(alone["engine/grad_norm"], rel=0.02)

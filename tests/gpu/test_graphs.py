@@ -1,5 +1,6 @@
 """Micro-batches replayed as CUDA graphs say and learn what computing them one kernel after the other does."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,7 @@ from rlflow.algorithms import PolicyObjective, ValueObjective
 from rlflow.config.schema import Optimizer
 from rlflow.roles.graphs import WARM_UP
 from tests.gpu import ranks
-from tests.gpu.devices import needs_gpus
-from tests.gpu.test_one_gpu import SPECS
+from tests.gpu.devices import SPECS, needs_gpus
 from tests.workers import World
 
 pytestmark = needs_gpus(1)
@@ -48,9 +48,10 @@ def test_replays_repeat_what_was_captured(gpus: World, qwen: Path, transformer_e
 
 @pytest.mark.parametrize("transformer_engine", SPECS)
 def test_graphs_learn_as_kernels_do(gpus: World, qwen: Path, transformer_engine: bool) -> None:
-    batch, options = ranks.long_batch(), {"transformer_engine": transformer_engine, "share_prompts": False}
-    (plain,) = gpus(1, ranks.learn_with, qwen, batch, 6, options)
-    (graphs,) = gpus(1, ranks.learn_with, qwen, batch, 6, options | {"cuda_graphs": True})
+    batch = ranks.long_batch()
+    learn = partial(ranks.learn, transformer_engine=transformer_engine, share_prompts=False)
+    (plain,) = gpus(1, learn, qwen, torch.bfloat16, batch, 6)
+    (graphs,) = gpus(1, partial(learn, cuda_graphs=True), qwen, torch.bfloat16, batch, 6)
     print("losses:", [step["loss"] for step in plain.metrics], [step["loss"] for step in graphs.metrics])
     for one, other in zip(plain.metrics, graphs.metrics, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=5e-3)
@@ -61,9 +62,9 @@ def test_graphs_learn_as_kernels_do(gpus: World, qwen: Path, transformer_engine:
 @two_gpus
 @pytest.mark.parametrize("grid", [{}, {"tensor": 2}], ids=["DP2", "TP2"])
 def test_graphs_over_two_ranks(gpus: World, qwen: Path, grid: dict[str, int]) -> None:
-    batch, options = ranks.long_batch(), {"share_prompts": False, "grid": grid}
-    plain = gpus(2, ranks.learn_with, qwen, batch, 4, options)[0]
-    graphs = gpus(2, ranks.learn_with, qwen, batch, 4, options | {"cuda_graphs": True})[0]
+    batch, learn = ranks.long_batch(), partial(ranks.learn, share_prompts=False, grid=grid)
+    plain = gpus(2, learn, qwen, torch.bfloat16, batch, 4)[0]
+    graphs = gpus(2, partial(learn, cuda_graphs=True), qwen, torch.bfloat16, batch, 4)[0]
     for one, other in zip(plain.metrics, graphs.metrics, strict=True):
         assert other["engine/grad_norm"] == pytest.approx(one["engine/grad_norm"], rel=0.05)
     assert graphs.after == pytest.approx(plain.after, rel=0.05)

@@ -11,20 +11,11 @@ from torch import Tensor
 
 from tests.end_to_end import configuration, records, succeed
 from tests.gpu import ranks
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import SPECS, needs_gpus
 from tests.roles.samples import random_batch, reference_scores
 from tests.workers import World
 
 pytestmark = needs_gpus(1)
-
-SPECS = [
-    pytest.param(False, id="local spec"),
-    pytest.param(
-        True,
-        id="Transformer Engine",
-        marks=pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="not installed"),
-    ),
-]
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["prompts shared", "prompts repeated"])
