@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlflow.batch import Batch, pack
+from rlflow.batch import Batch, MicroBatch, pack
 from rlflow.roles.graphs import LENGTHS, Captured, Shape, _fill, _padded, row_multiple
 from tests.roles.samples import random_batch
 
@@ -17,7 +17,7 @@ def test_a_budget_has_few_lengths(budget: int, multiple: int) -> None:
     assert part < budget / LENGTHS + multiple + 1
 
 
-def packed(batch: Batch, rows: int, *, with_last: bool = False):
+def packed(batch: Batch, rows: int, *, with_last: bool = False) -> MicroBatch:
     members = [list(range(len(batch)))]
     return pack(batch, members, share_prompts=False, multiple=rows, with_last=with_last)[0]
 
