@@ -69,6 +69,13 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_split(folder: Path, train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> None:
+    """Write train.jsonl and held_out.jsonl into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "train.jsonl", train)
+    write_jsonl(folder / "held_out.jsonl", held_out)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--task", choices=sorted(TASKS), default="quickstart")
@@ -76,9 +83,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="chooses and orders the problems")
     arguments = parser.parse_args()
     train, held_out = split(TASKS[arguments.task], arguments.seed)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(arguments.out / "train.jsonl", train)
-    write_jsonl(arguments.out / "held_out.jsonl", held_out)
+    write_split(arguments.out, train, held_out)
     print(f"{arguments.out}: {len(train)} problems to train on, {len(held_out)} held out")
     return 0
 

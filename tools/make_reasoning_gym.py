@@ -13,18 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from reasoning_gym import create_dataset
-from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.factory import DATASETS
 
 from rlflow.config.faults import nearest
 from rlflow.errors import UserError
-from rlflow.rewards.reasoning_gym import verified
-from tools.make_arithmetic import write_jsonl
+from tools.make_arithmetic import write_split
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 SEED_DISTANCE = 1_000_000
 """Between the data sets of two values of --seed: more problems than are drawn from one."""
@@ -34,10 +34,19 @@ Row = dict[str, Any]
 
 
 def make_task(name: str, settings: dict[str, Any], seed: int, size: int) -> ProceduralDataset:
-    """The task with its settings; raises UserError for a name or a setting that reasoning-gym does not take."""
+    """The task with its settings.
+
+    Raises UserError for a name or a setting that reasoning-gym does not take, and where that is not installed.
+    """
+    try:
+        from reasoning_gym import create_dataset
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UserError("--task", "reasoning-gym is not installed; it is rlflow's extra [reasoning-gym]") from error
     if name not in DATASETS:
-        meant = nearest(name, DATASETS) or ", ".join(sorted(DATASETS))
-        raise UserError("--task", f"reasoning-gym has no task {name}; nearest: {meant}")
+        near = nearest(name, DATASETS)
+        known = f"nearest: {near}" if near else f"it has {', '.join(sorted(DATASETS))}"
+        raise UserError("--task", f"reasoning-gym has no task {name}; {known}")
     try:
         return create_dataset(name, seed=seed * SEED_DISTANCE, size=size, **settings)
     except (AssertionError, TypeError, ValueError) as error:
@@ -60,6 +69,8 @@ def distinct_problems(task: ProceduralDataset, count: int) -> list[Row]:
 
 def read_back(row: Row) -> Row:
     """The row as a reader of its file gets it; raises UserError where its answer is no longer fully right then."""
+    from rlflow.rewards.reasoning_gym import verified
+
     written = json.loads(json.dumps(row, default=str))  # some metadata hold fractions
     try:
         score = verified(row["answer"], written["answer"], row=written)["score"]
@@ -94,14 +105,21 @@ def setting(text: str) -> tuple[str, Any]:
     return name, yaml.safe_load(value)
 
 
+def whole_number(text: str, least: int = 0) -> int:
+    """A number of the command line that is not below `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text}")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--task", required=True, help="reasoning-gym's name for it")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write into")
-    parser.add_argument("--train", type=int, default=3000, help="problems to train on")
-    parser.add_argument("--held-out", type=int, default=200)
-    parser.add_argument("--examples", type=int, default=1, help="worked examples before each question")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the problems")
+    parser.add_argument("--train", type=partial(whole_number, least=1), default=3000, help="problems to train on")
+    parser.add_argument("--held-out", type=whole_number, default=200)
+    parser.add_argument("--examples", type=whole_number, default=1, help="worked examples before each question")
+    parser.add_argument("--seed", type=whole_number, default=0, help="chooses the problems")
     parser.add_argument("settings", nargs="*", type=setting, help="the task's own settings, as name=value")
     arguments = parser.parse_args()
     wanted = arguments.examples + arguments.held_out + arguments.train
@@ -111,9 +129,7 @@ def main() -> int:
     except UserError as error:
         print(f"make_reasoning_gym: {error}", file=sys.stderr)
         return 2
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    write_jsonl(arguments.out / "train.jsonl", train)
-    write_jsonl(arguments.out / "held_out.jsonl", held_out)
+    write_split(arguments.out, train, held_out)
     print(f"{arguments.out}: {len(train)} problems of {arguments.task} to train on, {len(held_out)} held out")
     return 0
 

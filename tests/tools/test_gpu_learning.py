@@ -10,8 +10,9 @@ from rlflow.data.readers import read_rows
 pytest.importorskip("reasoning_gym")
 
 from tools.gpu import learning
-from tools.gpu.learning import Curve, curve, row, tell, write_data
+from tools.gpu.learning import Curve, curve, row, tell
 from tools.gpu.report import read
+from tools.make_arithmetic import write_split
 
 RECORDS = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -61,7 +62,7 @@ def test_a_run_that_fails_takes_no_other_along(
 
 def test_the_recipes_get_the_data_that_they_name(tmp_path: Path) -> None:
     train, held_out = learning.TASKS["reasoning_gym"].rows()
-    write_data(tmp_path, train, held_out)
+    write_split(tmp_path, train, held_out)
     assert len(list(read_rows(str(tmp_path / "train.jsonl")))) == 3000
     assert len(list(read_rows(str(tmp_path / "held_out.jsonl")))) == 200
     head = (learning.ROOT / "configs/reasoning_gym.yaml").read_text()

@@ -1,5 +1,6 @@
 """Data of reasoning-gym's tasks: reproducible, disjoint, judged right; skipped where the package is not installed."""
 
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,7 @@ pytest.importorskip("reasoning_gym")
 
 from rlflow.rewards.reasoning_gym import verified
 from tools.make_arithmetic import write_jsonl
-from tools.make_reasoning_gym import Row, make_task, read_back, setting, split
+from tools.make_reasoning_gym import Row, main, make_task, read_back, setting, split
 
 DIGITS = {"min_terms": 3, "max_terms": 3, "max_digits": 1}
 
@@ -64,6 +65,7 @@ def test_fractions_in_the_metadata_are_written_as_text() -> None:
     ("task", "settings", "message"),
     [
         ("chain_sums", {}, "reasoning-gym has no task chain_sums; nearest: chain_sum"),
+        ("quaternions", {}, "reasoning-gym has no task quaternions; it has ab, acre, advanced_geometry, "),
         ("chain_sum", {"terms": 3}, "unexpected keyword argument 'terms'"),
         ("chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
     ],
@@ -88,3 +90,24 @@ def test_a_task_whose_answer_does_not_score_is_refused() -> None:
 
 def test_settings_are_read_as_yaml() -> None:
     assert [setting(text) for text in ("min_terms=3", "styles=[plain]")] == [("min_terms", 3), ("styles", ["plain"])]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "least"), [("--examples", "-1", 0), ("--held-out", "-1", 0), ("--train", "0", 1)]
+)
+def test_numbers_that_cannot_be_are_refused(
+    option: str, value: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(
+        "sys.argv", ["make_reasoning_gym", "--task", "chain_sum", "--out", str(tmp_path), option, value]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"{option}: must be a whole number of at least {least}, not {value}" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as where it is not installed
+    with pytest.raises(UserError, match=r"not installed; it is rlflow's extra \[reasoning-gym\]"):
+        make_task("chain_sum", DIGITS, seed=0, size=10)

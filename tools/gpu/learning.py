@@ -23,6 +23,7 @@ from rlflow.errors import UserError
 from rlflow.tracking import read_records
 from rlflow.tracking.records import Record
 from tools import make_arithmetic
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import ROOT, deadline, train
 from tools.make_reasoning_gym import DRAWS, Row, make_task, split
@@ -124,7 +125,7 @@ def learn_side_by_side(
 ) -> bool:
     """Run every seed of every recipe at the same time and tell of each recipe; whether all ended well."""
     for recipe in recipes:
-        write_data(folder / recipe, *TASKS[recipe].rows())
+        make_arithmetic.write_split(folder / recipe, *TASKS[recipe].rows())
     runs = [(recipe, seed) for recipe in recipes for seed in seeds]
     with ThreadPoolExecutor(len(runs)) as pool:
         started = {run: pool.submit(learn, *run, folder=folder, overrides=overrides, until=until) for run in runs}
@@ -132,12 +133,6 @@ def learn_side_by_side(
     for recipe in recipes:
         tell(recipe, {seed: found for seed in seeds if (found := results[recipe, seed][0]) is not None})
     return all(ended_well for _, ended_well in results.values())
-
-
-def write_data(folder: Path, train_rows: list[Row], held_out: list[Row]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(FILES.values(), (train_rows, held_out), strict=True):
-        make_arithmetic.write_jsonl(folder / f"{name}.jsonl", rows)
 
 
 def tell(recipe: str, found: dict[int, Curve]) -> None:
@@ -163,6 +158,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=270.0)
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_args()
+    require_gpu()
     until = deadline(arguments.limit_s)
     overrides = [f"model.path={arguments.model.resolve()}", *arguments.overrides]
     good = learn_side_by_side(arguments.recipes, arguments.seeds, arguments.folder, overrides, until)
