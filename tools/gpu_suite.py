@@ -10,13 +10,9 @@ when, and every measurement. Ends with 1 where a part failed; a missed target is
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import importlib.util
 import io
 import json
-import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tools.gpu.machine import describe_machine, require_gpu
 from tools.gpu.processes import FAREWELL_SECONDS, run_within
 from tools.gpu.report import Measurement, read
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "vllm", "transformers", "numpy")
 ROOT = Path(__file__).parent.parent
 SCRATCH = Path(tempfile.gettempdir()) / "rlflow-gpu-suite"
 WIDEST = 1000  # columns of the table
@@ -113,26 +109,6 @@ def run(part: Part, out: Path, seconds: float) -> Outcome:
     return outcome
 
 
-def describe_machine() -> dict[str, str]:
-    """Card and versions, without a CUDA context of this process's own."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        card = "; ".join(found.splitlines())
-    except (OSError, subprocess.SubprocessError):
-        card = "no GPU"
-    stack = [f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in PACKAGES)]
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"card": card, "stack": ", ".join(stack), "date": now}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 def write(path: Path, machine: dict[str, str], outcomes: Sequence[Outcome]) -> None:
     """A line for each part, with card, versions and date, and one for each of its measurements behind it."""
     with path.open("w") as sink:
@@ -198,6 +174,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="in this order; default: all")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="for all parts together")
     arguments = parser.parse_args()
+    require_gpu()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     known = {part.name: part for part in PARTS}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tools.gpu.machine import require_gpu
 from tools.gpu.processes import run_within
 from tools.gpu.report import emit
 from tools.gpu.runs import CHARACTER, MODELS, prompts, steps_of
@@ -196,6 +197,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for logs, to keep; default: one that goes at the end")
     parser.add_argument("--limit-s", type=float, default=240.0)
     arguments = parser.parse_args()
+    require_gpu()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)

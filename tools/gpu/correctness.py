@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tools.gpu.machine import require_gpu
 from tools.gpu.processes import run_within
 from tools.gpu.report import emit
 
@@ -100,6 +101,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=SCRATCH / "logs", help="folder for logs")
     parser.add_argument("-k", dest="expression", default="", help="only these tests, as for pytest")
     arguments = parser.parse_args()
+    require_gpu()
     for folder in (arguments.out, SCRATCH):
         folder.mkdir(parents=True, exist_ok=True)
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))

@@ -27,6 +27,7 @@ from torch import Tensor
 from rlflow.models import VocabShard, softmax_kernel, token_log_probs
 from rlflow.models.products import add_product, exact_product
 from rlflow.models.softmax import Slopes
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.shapes import VOCAB
 from tools.gpu.timing import seconds_of
@@ -318,6 +319,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16_384)
     parser.add_argument("--skip-sweep", action="store_true", help="leave out blocks and warps that are not ours")
     arguments = parser.parse_args()
+    require_gpu()
     attempts = Attempts()
     with attempts("accuracy"):
         accuracy(arguments.hidden[0], attempts)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlflow.models import activation, norm, norm_kernel, rope, rope_kernel
 from rlflow.models.products import add_product
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.shapes import SHAPES, Shape
 
@@ -365,6 +366,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=16_384)
     parser.add_argument("--sweep", action="store_true", help="time other block sizes too")
     arguments = parser.parse_args()
+    require_gpu()
     failed = False
     for step in steps(arguments.shapes, arguments.rows, sweeps=arguments.sweep):
         try:

@@ -43,9 +43,9 @@ from rlflow.tracking.memory import PhaseMemory, kept_by_graphs
 from tests.workers import RankFailure, World
 from tools.gpu import runs
 from tools.gpu.calibrate import Measured, architecture, errors_left_out, fit
+from tools.gpu.machine import describe_machine, require_gpu
 from tools.gpu.report import emit
 from tools.gpu.shapes import SHAPES, save
-from tools.gpu_suite import describe_machine
 
 PROMPT, RESPONSE = 512, 513  # the last token is no row: 1,024 rows a sample
 STEPS = 3  # moments are made in the first, graphs captured in the second
@@ -324,6 +324,7 @@ def main() -> int:
         return check(arguments.check)
     if arguments.out is None:
         parser.error("--out FOLDER or --check is needed")
+    require_gpu()
     end = runs.deadline(arguments.limit_s)
     given = given_runs(arguments.runs)
     measured, failed = measure_engines(CASES, end - len(WHOLE_RUNS) * RUN_SECONDS)

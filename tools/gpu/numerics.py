@@ -30,6 +30,7 @@ from rlflow.config.schema import Algorithm, Rollout
 from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from tests.workers import RankFailure, World
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
 from tools.gpu.shapes import SHAPES, save
@@ -147,6 +148,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=200.0)
     arguments = parser.parse_args()
+    require_gpu()
     folder = save(arguments.models / arguments.shape, arguments.shape)
     until, failed = time.monotonic() + arguments.limit_s, False
     for variant in VARIANTS:

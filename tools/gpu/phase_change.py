@@ -25,6 +25,7 @@ from rlflow.config.schema import Optimizer, Rollout
 from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
 from tests.workers import RankFailure, World
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
 from tools.gpu.shapes import SHAPES, save
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=200.0)
     arguments = parser.parse_args()
+    require_gpu()
     until, failed = time.monotonic() + arguments.limit_s, False
     for name in arguments.shapes:
         world = World("nccl")

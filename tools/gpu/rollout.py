@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
 from tools.gpu.sampling import REPLY, Work, ask
@@ -173,6 +174,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=400.0)
     arguments = parser.parse_args()
+    require_gpu()
     until = time.monotonic() + arguments.limit_s
     failures = []
     for name in arguments.shapes:

@@ -24,6 +24,7 @@ import torch
 from megatron_bridge.families import load_architecture
 from rlflow.batch import Prompt
 from rlflow.config.schema import Rollout
+from tools.gpu.machine import require_gpu
 from tools.gpu.timing import gpu_work
 
 REPLY = "reply: "
@@ -132,6 +133,7 @@ def timed(sample: Sampler, work: Work, vocab: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
+    require_gpu()
     variant, folder, *numbers = sys.argv[1:]
     prompt, response, sequences = map(int, numbers)
     largest = Work(sequences, prompt, response)

@@ -32,6 +32,7 @@ from rlflow.config.schema import Optimizer
 from rlflow.models import has_transformer_engine
 from rlflow.roles import Engine
 from tests.workers import RankFailure, World
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
@@ -273,6 +274,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--variant-limit-s", type=float, default=100.0)
     arguments = parser.parse_args()
+    require_gpu()
     specs = arguments.specs or [*["te"] * has_transformer_engine(torch.bfloat16), "local"]
     variants = [
         Variant(spec, graphs == "on", chunk)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlflow.tracking.records import Record
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS, deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
@@ -181,6 +182,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=600.0, help="for all shapes together")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
+    require_gpu()
     until, failed = deadline(arguments.limit_s), False
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()

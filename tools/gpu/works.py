@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlflow.tracking.records import Record
+from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS, deadline, prompts, steps_of, train, write_config
 from tools.gpu.shapes import SHAPES, save
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=240.0, help="for all runs together")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
+    require_gpu()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         how = folder, arguments.overrides, deadline(arguments.limit_s)

