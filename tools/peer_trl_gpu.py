@@ -30,6 +30,7 @@ from tools.gpu.processes import run_within
 from tools.gpu.report import emit
 from tools.gpu.runs import CHARACTER, MODELS, prompts, steps_of
 from tools.gpu.shapes import save
+from tools.gpu.timing import now
 from tools.gpu.whole_step import WORK, Work, medians
 
 ENVIRONMENT = {
@@ -76,13 +77,6 @@ class Stopwatch:
             return call(*args, **kwargs)
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + now() - begin
-
-
-def now() -> float:
-    """The clock once the GPU has done what it was asked for."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def settings(work: Work, shape: str, folder: Path) -> dict[str, Any]:

@@ -31,7 +31,6 @@ import torch
 
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
-from rlflow.batch import Batch, Ragged
 from rlflow.config.load import interpret, read
 from rlflow.config.schema import Config, Model
 from rlflow.errors import UserError
@@ -39,9 +38,11 @@ from rlflow.inspect import calibration
 from rlflow.inspect.calibration import Calibration
 from rlflow.roles import Engine
 from rlflow.roles.build import build_engine
+from rlflow.tracking import read_records
 from rlflow.tracking.memory import PhaseMemory, kept_by_graphs
 from tests.workers import RankFailure, World
 from tools.gpu import runs
+from tools.gpu.batches import random_batch
 from tools.gpu.calibrate import Measured, architecture, errors_left_out, fit
 from tools.gpu.machine import describe_machine, require_gpu
 from tools.gpu.report import emit
@@ -124,29 +125,6 @@ WHOLE_RUNS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def random_batch(config: Config, vocab: int) -> Batch:
-    """A step's samples, all of the greatest length."""
-    rollout, count = config.rollout, config.trainer.prompts_per_step
-    samples = count * rollout.n
-    draw = torch.Generator().manual_seed(0)
-    prompts, responses = (
-        Ragged.from_rows(torch.randint(4, vocab, (number, size), generator=draw).tolist())
-        for number, size in ((count, rollout.max_prompt_length), (samples, rollout.max_response_length))
-    )
-    group, tokens = torch.arange(samples) // rollout.n, samples * rollout.max_response_length
-    return Batch(
-        prompts=prompts,
-        responses=responses,
-        prompt_of=group,
-        samples={"group": group, "index": torch.arange(samples) % rollout.n},
-        tokens={
-            "mask": torch.ones(tokens, dtype=torch.bool),
-            "advantages": torch.randn(tokens, generator=draw),
-            "weights": torch.full((tokens,), 1.0 / tokens),
-        },
-    ).to(parallel.device())
-
-
 def engine_peaks(shape: str, config: Config) -> dict[str, float]:
     """GiB of the last of a few steps; weights are zeros, which take as much as others. In a process with one GPU."""
     parallel.initialize(120, 0)
@@ -156,7 +134,11 @@ def engine_peaks(shape: str, config: Config) -> dict[str, float]:
     left = left if left > LIBRARIES else 0
     with patch.object(Engine, "load_hf"):
         engine = build_engine(config, "actor", architecture(shape), parallel.Grid())
-    batch, memory = random_batch(config, engine.architecture.vocab), PhaseMemory()
+    rollout, memory = config.rollout, PhaseMemory()
+    batch = random_batch(
+        engine.architecture.vocab, prompts=config.trainer.prompts_per_step, n=rollout.n,
+        prompt=rollout.max_prompt_length, response=rollout.max_response_length,
+    )  # fmt: skip
     for _ in range(STEPS):
         memory.take()
         with memory.phase("predict/actor"):
@@ -229,8 +211,7 @@ def measure_run(
 def finished_run(folder: Path, what: str, shape: str | None = None) -> Measured:
     """What a run has measured in its last step, and of what; its shape is found by its model where it is not given."""
     config, _ = interpret(read(folder / "config.yaml"))
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    peaks = phases_of(records[-1])
+    peaks = phases_of(read_records(folder)[-1])
     return Measured(what, shape or shape_of(config.model.path), changed(config), is_installed("transformer_engine"),
                     True, peaks)  # fmt: skip
 

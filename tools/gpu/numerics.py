@@ -29,7 +29,7 @@ from rlflow.batch import Batch, Prompt, Sample
 from rlflow.config.schema import Algorithm, Rollout
 from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
-from tests.workers import RankFailure, World
+from tools.gpu.alone import alone
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
@@ -152,15 +152,10 @@ def main() -> int:
     folder = save(arguments.models / arguments.shape, arguments.shape)
     until, failed = time.monotonic() + arguments.limit_s, False
     for variant in VARIANTS:
-        world = World("nccl")
-        try:
-            [found] = world(1, measure, folder, variant, timeout=max(1.0, until - time.monotonic()))
+        found = alone(variant.name, measure, folder, variant, until=until)
+        failed |= found is None
+        if found is not None:
             report(arguments.shape, variant, found)
-        except RankFailure as failure:
-            failed = True
-            print(f"FAILED: {variant.name}\n{failure}", flush=True)
-        finally:
-            world.close()
     return int(failed)
 
 

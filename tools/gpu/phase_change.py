@@ -24,13 +24,13 @@ from rlflow.algorithms import PolicyObjective
 from rlflow.config.schema import Optimizer, Rollout
 from rlflow.roles import Engine
 from rlflow.rollout.vllm_engine import VLLMRollout
-from tests.workers import RankFailure, World
+from tools.gpu.alone import alone
+from tools.gpu.batches import random_batch
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
 from tools.gpu.shapes import SHAPES, save
-from tools.gpu.timing import seconds_of
-from tools.gpu.training import Work, batch_of
+from tools.gpu.timing import now, seconds_of
 
 CYCLES = 4  # the first takes pinned host memory and is not counted
 SEQUENCES, LENGTH = 1024, 1280  # whose cache sleeps and wakes
@@ -57,7 +57,7 @@ def measure(folder: Path) -> dict[str, float]:
         offload=True,
     )  # fmt: skip
     engine.load_hf(folder)
-    batch = batch_of(2, Work(length=512), architecture.vocab)
+    batch = random_batch(architecture.vocab, prompts=2, prompt=1, response=512)
     engine.train_step(batch, PolicyObjective(), temperature=1.0, lr=1e-6)
     rollout.sleep()
     cycles = [cycle(engine, rollout) for _ in range(CYCLES)]
@@ -72,11 +72,9 @@ def cycle(engine: Engine, rollout: VLLMRollout) -> dict[str, float]:
     residency, seconds = engine.residency, {}
 
     def take(name: str, call: Callable[[], object]) -> None:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
+        begin = now()
         call()
-        torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - begin
+        seconds[name] = now() - begin
 
     take("optimizer and gradients away", lambda: residency.offload("gradients", "optimizer"))
     take("wake weights", rollout.wake_weights)
@@ -128,16 +126,10 @@ def main() -> int:
     require_gpu()
     until, failed = time.monotonic() + arguments.limit_s, False
     for name in arguments.shapes:
-        world = World("nccl")
-        try:
-            folder = save(arguments.models / name, name)
-            [found] = world(1, measure, folder, timeout=max(1.0, until - time.monotonic()))
+        found = alone(name, measure, save(arguments.models / name, name), until=until)
+        failed |= found is None
+        if found is not None:
             report(name, found)
-        except RankFailure as failure:
-            failed = True
-            print(f"FAILED: {name}\n{failure}", flush=True)
-        finally:
-            world.close()
     return int(failed)
 
 

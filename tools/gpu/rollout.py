@@ -162,10 +162,7 @@ def words(work: Work) -> str:
 
 def memory_seconds(shape: Shape, work: Work) -> float:
     """The least time in which decoding reads weights, keys and values of all steps."""
-    width = shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
-    cached = 2 * shape.num_hidden_layers * width * 2  # bytes of a token's keys and values
-    read = shape.multiplied * 2 + work.sequences * (work.prompt + work.response / 2) * cached
-    return work.response * read / REACHED_BANDWIDTH
+    return shape.decoding_bytes(work.sequences, work.prompt, work.response) / REACHED_BANDWIDTH
 
 
 def main() -> int:

@@ -12,12 +12,14 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlflow.errors import UserError
 from rlflow.tracking import read_records
 from rlflow.tracking.records import Record
 from tools.gpu.processes import run_within
@@ -69,6 +71,15 @@ def write_config(folder: Path, model: Path, texts: Sequence[str], sections: Mapp
     return path
 
 
+def succeeds(call: Callable[[], bool]) -> bool:
+    """Whether a call returns true; what it raises is printed, for others are to be made all the same."""
+    try:
+        return call()
+    except Exception:
+        traceback.print_exc()
+        return False
+
+
 def deadline(limit_s: float) -> float:
     """The end of `limit_s` seconds from now, by `time.monotonic`, less what ending a run and telling of it may take."""
     return time.monotonic() + limit_s - LAST_SECONDS
@@ -98,7 +109,8 @@ def _environment() -> dict[str, str]:
 
 def steps_of(config: Path) -> list[Record]:
     """The records of the training steps that a run has made, in order; [] where it has made none."""
-    run = config.parent / "run"
-    if not (run / "metrics.jsonl").is_file():
+    try:
+        records = read_records(config.parent / "run")
+    except UserError:  # none was recorded
         return []
-    return [record for record in read_records(run) if "time/step" in record]
+    return [record for record in records if "time/step" in record]

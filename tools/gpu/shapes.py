@@ -22,6 +22,7 @@ from tools.make_tiny_model import EOS, PAD, make_tokenizer
 VOCAB = 151_936
 PEAK_FLOPS = 989e12
 """Dense bfloat16 operations a second of an H200, by its datasheet."""
+BYTES = 2  # of a weight, a key or a value in bfloat16
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,15 @@ class Shape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def kv_size(self) -> int:
+        """Numbers in a token's keys of a layer, and in its values."""
+        return self.hidden_size // self.num_attention_heads * self.num_key_value_heads
+
+    @property
     def layer(self) -> int:
         """Weights of a layer, biases and norms included."""
-        kv_size = self.hidden_size // self.num_attention_heads * self.num_key_value_heads
-        projections = 2 * self.hidden_size**2 + 2 * self.hidden_size * kv_size
-        biases_and_norms = self.hidden_size + 2 * kv_size + 2 * self.hidden_size
+        projections = 2 * self.hidden_size**2 + 2 * self.hidden_size * self.kv_size
+        biases_and_norms = self.hidden_size + 2 * self.kv_size + 2 * self.hidden_size
         return projections + biases_and_norms + 3 * self.hidden_size * self.intermediate_size
 
     @property
@@ -68,6 +73,11 @@ class Shape:
         """
         weights = self.parameters if whole else self.multiplied
         return 2.0 * weights * tokens + 4.0 * self.num_hidden_layers * self.hidden_size * (length / 2) * tokens
+
+    def decoding_bytes(self, sequences: int, prompt: int, response: int) -> float:
+        """What decoding must read: all weights for each token of a response, and every sequence's keys and values."""
+        cached = 2 * self.num_hidden_layers * self.kv_size * BYTES  # of a token
+        return response * (self.multiplied * BYTES + sequences * (prompt + response / 2) * cached)
 
 
 SHAPES = {

@@ -14,13 +14,18 @@ def seconds_of(call: Callable[[], object], *, warm_up: int = 2, repeats: int = 5
     """Median over several calls, each until the GPU is done."""
     times = []
     for repeat in range(warm_up + repeats):
-        _synchronize()
-        begin = time.perf_counter()
+        begin = now()
         call()
-        _synchronize()
+        end = now()
         if repeat >= warm_up:
-            times.append(time.perf_counter() - begin)
+            times.append(end - begin)
     return statistics.median(times)
+
+
+def now() -> float:
+    """The clock once the GPU has done what it was asked for."""
+    _synchronize()
+    return time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ import torch
 from megatron_bridge.families import load_architecture
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
-from rlflow.batch import Batch, Ragged
+from rlflow.batch import Batch
 from rlflow.config.schema import Optimizer
 from rlflow.models import has_transformer_engine
 from rlflow.roles import Engine
 from tests.workers import RankFailure, World
+from tools.gpu.batches import random_batch
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
@@ -91,27 +92,6 @@ class Timing:
     loss_after: float  # after `STEPS` steps on one micro-batch
 
 
-def batch_of(sequences: int, work: Work, vocab: int) -> Batch:
-    """Random sequences: prompts of one token, responses whose last token is no row, advantages of one."""
-    draw = torch.Generator().manual_seed(0)
-    prompts, responses = (
-        Ragged.from_rows(torch.randint(4, vocab, (sequences, size), generator=draw).tolist())
-        for size in (1, work.length)
-    )
-    tokens = sequences * work.length
-    return Batch(
-        prompts=prompts,
-        responses=responses,
-        prompt_of=torch.arange(sequences),
-        samples={"group": torch.arange(sequences), "index": torch.zeros(sequences, dtype=torch.int64)},
-        tokens={
-            "mask": torch.ones(tokens, dtype=torch.bool),
-            "advantages": torch.ones(tokens),
-            "weights": torch.full((tokens,), 1.0 / tokens),
-        },
-    ).to(parallel.device())
-
-
 def measure(folder: Path, shape: Shape, variant: Variant, work: Work) -> Timing:
     """Everything about a variant, on the random model in `folder`, which is written if need be."""
     parallel.initialize(120, 0)
@@ -122,7 +102,10 @@ def measure(folder: Path, shape: Shape, variant: Variant, work: Work) -> Timing:
         transformer_engine=variant.spec == "te", cuda_graphs=variant.cuda_graphs,
     )  # fmt: skip
     engine.load_hf(folder)
-    one, several = (batch_of(count * work.sequences, work, shape.vocab_size) for count in (1, work.micro_batches))
+    one, several = (  # prompts of one token: all other rows are scored
+        random_batch(shape.vocab_size, prompts=count * work.sequences, prompt=1, response=work.length)
+        for count in (1, work.micro_batches)
+    )
     train = partial(engine.train_step, objective=PolicyObjective(), lr=LEARNING_RATE)
     loss_before = _loss(engine, one)
     for _ in range(STEPS):

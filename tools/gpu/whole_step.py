@@ -17,9 +17,9 @@ import argparse
 import statistics
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rich.table import Table
 from rlflow.tracking.records import Record
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
-from tools.gpu.runs import MODELS, deadline, prompts, steps_of, train, write_config
+from tools.gpu.runs import MODELS, deadline, prompts, steps_of, succeeds, train, write_config
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
 
 PEAK_BANDWIDTH = 4.8e12
@@ -41,7 +41,6 @@ STEPS = {"0.5b": 3, "1.5b": 2}
 """Of a run, with the one that warms up."""
 ACTOR = {"micro_batch_tokens": 2 * (256 + 8 * 1024), "logprob_chunk_tokens": 2 * 8 * 1024, "cuda_graphs": True}
 """Two prompts with all their responses fill a micro-batch, and all its logits exist at once."""
-BYTES = 2  # of a weight, a key or a value in bfloat16
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,9 @@ WORK = Work()
 def roofline(shape: Shape, work: Work) -> dict[str, float]:
     """Seconds of each part of a step of `work`, by the phase that it belongs to."""
     mean_context = work.prompt + work.response / 2  # of a sampled token
-    width = shape.hidden_size // shape.num_attention_heads * shape.num_key_value_heads
-    cached = 2 * shape.num_hidden_layers * width * BYTES  # a token's keys and values
-    weights = shape.parameters * BYTES
     # A token of such a context among the keys of a sequence twice as long, of which the mean token sees half.
     decoded_flops = shape.forward_flops(round(2 * mean_context), work.sampled)
-    decoded_bytes = work.response * (weights + work.samples * mean_context * cached)
+    decoded_bytes = shape.decoding_bytes(work.samples, work.prompt, work.response)
     return {
         "generate/prompts": shape.forward_flops(work.prompt, work.prompts * work.prompt) / REACHED_FLOPS,
         "generate/products": decoded_flops / REACHED_FLOPS,
@@ -188,12 +184,8 @@ def main() -> int:
         folder = (arguments.folder or Path(temporary)).resolve()
         for name in arguments.shapes:
             steps, model = arguments.steps or STEPS[name], arguments.models / name
-            try:
-                good = measure(name, model, folder, arguments.overrides, steps=steps, until=until)
-            except Exception:
-                traceback.print_exc()  # the other shapes are measured all the same
-                good = False
-            failed |= not good
+            call = partial(measure, name, model, folder, arguments.overrides, steps=steps, until=until)
+            failed |= not succeeds(call)
     return int(failed)
 
 

@@ -16,7 +16,6 @@ import hashlib
 import math
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +26,7 @@ from typing import Any
 from rlflow.tracking.records import Record
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
-from tools.gpu.runs import MODELS, deadline, prompts, steps_of, train, write_config
+from tools.gpu.runs import MODELS, deadline, prompts, steps_of, succeeds, train, write_config
 from tools.gpu.shapes import SHAPES, save
 
 SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=4, vocab_size=16_384)
@@ -171,15 +170,6 @@ def main() -> int:
             return int(not succeeds(lambda: Jobs(*how, on_gpu=True).run()))
         ended = [succeeds(partial(train_shape, name, arguments.models / name, *how)) for name in arguments.shapes]
         return int(not all(ended))
-
-
-def succeeds(call: Callable[[], bool]) -> bool:
-    """Whether a call returns true; what it raises is printed, for others are to be made all the same."""
-    try:
-        return call()
-    except Exception:
-        traceback.print_exc()
-        return False
 
 
 if __name__ == "__main__":
