@@ -57,6 +57,12 @@ def test_a_run_that_fails_shows_why(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert steps_of(config) == []
 
 
+def test_a_run_that_ends_in_its_first_step_has_made_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert steps_of(tmp_path / "config.yaml") == []
+
+
 def step(number: int, **metrics: float) -> dict[str, float]:
     times = {"time/step": 20.0, "time/generate": 10.0, "time/update": 9.5, "time/sync": 0.5}
     return {"step": number, **times, "memory/update_gib": 50.0, **metrics}

@@ -161,7 +161,11 @@ def main() -> int:
     require_gpu()
     until = deadline(arguments.limit_s)
     overrides = [f"model.path={arguments.model.resolve()}", *arguments.overrides]
-    good = learn_side_by_side(arguments.recipes, arguments.seeds, arguments.folder, overrides, until)
+    try:
+        good = learn_side_by_side(arguments.recipes, arguments.seeds, arguments.folder, overrides, until)
+    except UserError as error:  # of the data: reasoning-gym may be missing
+        print(f"learning: {error}", file=sys.stderr)
+        return 2
     return 0 if good else 1
 
 

@@ -222,7 +222,7 @@ def given_runs(folders: Sequence[Path]) -> list[Measured]:
     for folder in folders:
         try:
             found.append(finished_run(folder, f"run in {folder.parent.name}"))
-        except (OSError, ValueError, LookupError, UserError) as error:
+        except (OSError, ValueError, UserError) as error:
             print(f"not taken: {folder}: {error}", flush=True)
     return found
 

@@ -35,9 +35,9 @@ MODELS = Path(tempfile.gettempdir()) / "rlflow-shapes"
 LAST_LINES, LAST_SECONDS = 40, 15.0
 
 
-def prompts(count: int, tokens: int, *, seed: int = 0) -> list[str]:
+def prompts(count: int, tokens: int) -> list[str]:
     """Texts of exactly so many tokens of `tools.make_tiny_model`'s tokenizer, no two alike."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     texts = ["".join(f" {word}" for word in draw.choices(WORDS, k=tokens)) for _ in range(count)]
     lengths = {len(ids) for ids in make_tokenizer(0)(texts).input_ids}
     if lengths != {tokens}:

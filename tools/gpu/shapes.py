@@ -87,7 +87,7 @@ SHAPES = {
 }
 
 
-def save(folder: str | Path, shape: str | Shape, *, layers: int | None = None, seed: int = 0) -> Path:
+def save(folder: str | Path, shape: str | Shape, *, layers: int | None = None) -> Path:
     """Write a Hugging Face folder with random bfloat16 weights and a tokenizer; returns it. A complete one is kept.
 
     `layers` replaces the shape's number of them. Weights are drawn on the GPU where there is one, so that folders made
@@ -103,19 +103,19 @@ def save(folder: str | Path, shape: str | Shape, *, layers: int | None = None, s
         "qwen2", **asdict(shape), max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, bos_token_id=None,
         eos_token_id=EOS, pad_token_id=PAD, architectures=["Qwen2ForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
-    save_file(_draw_weights(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_draw_weights(config), folder / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer(0).save_pretrained(folder)
     GenerationConfig(eos_token_id=EOS, pad_token_id=PAD).save_pretrained(folder)
     config.save_pretrained(folder)
     return folder
 
 
-def _draw_weights(config: Any, seed: int) -> dict[str, Tensor]:
+def _draw_weights(config: Any) -> dict[str, Tensor]:
     """As trained models have them in size: logits that spread, norms about one, small biases."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     weights = {}
     for name, parameter in model.named_parameters():
         weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
