@@ -1,9 +1,10 @@
-"""Check and time everything on one GPU, in one call with one table.
+"""Check and time everything on the GPUs of one machine, in one call with one table.
 
     python -m tools.gpu_suite --out FOLDER [--parts correctness training rollout …] [--limit-s 500]
 
 Parts are programs, most of them in `tools.gpu`, that run alone, one after another, each within its limit and what is
-left of the whole. FOLDER gets a log of each part, and suite.jsonl: what was run on which card with which versions and
+left of the whole. Those that need more GPUs than are visible are left out, as are those whose packages are not
+installed. FOLDER gets a log of each part, and suite.jsonl: what was run on which card with which versions and
 when, and every measurement. Ends with 1 where a part failed; a missed target is shown and is no failure.
 """
 
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.gpu.machine import describe_machine, require_gpu
+from tools.gpu.machine import describe_machine, require_gpu, visible_gpus
 from tools.gpu.processes import FAREWELL_SECONDS, run_within
 from tools.gpu.report import Measurement, read
 
@@ -41,7 +42,8 @@ class Part:
     """A program and how long it may take.
 
     In its arguments `{out}` is a folder that it may make for logs, `{scratch}` one that parts share for their runs,
-    `{limit}` the seconds that it has. It is left out where a package that it `needs` is not installed.
+    `{limit}` the seconds that it has. It is left out where a package that it `needs` is not installed or fewer than
+    `gpus` are visible.
     """
 
     name: str
@@ -49,11 +51,19 @@ class Part:
     arguments: str = ""
     needs: tuple[str, ...] = ()
     module: str = ""  # "": tools.gpu.<name>
+    gpus: int = 1  # at least so many
 
     def command(self, out: Path, seconds: float) -> list[str]:
         values = {"out": out / self.name, "scratch": SCRATCH, "limit": int(seconds)}
         module = self.module or f"tools.gpu.{self.name}"
         return [sys.executable, "-m", module, *(text.format_map(values) for text in self.arguments.split())]
+
+    def obstacle(self) -> str:
+        """Why it cannot run here; "": it can."""
+        lacking = ", ".join(name for name in self.needs if importlib.util.find_spec(name) is None)
+        if lacking:
+            return f"{lacking} not installed"
+        return f"needs {self.gpus} GPUs" if self.gpus > visible_gpus() else ""
 
 
 PARTS = (
@@ -82,24 +92,23 @@ class Outcome:
     seconds: float = 0.0
     measurements: list[Measurement] = field(default_factory=list)
     said: str = ""  # the end of its log
-    lacks: str = ""  # packages for want of which it was left out
+    left_out: str = ""  # why it was; "": it was not
 
     @property
     def failed(self) -> bool:
-        return self.status != 0 and not self.lacks
+        return self.status != 0 and not self.left_out
 
     def __str__(self) -> str:
-        if self.lacks:
-            return f"{self.part.name}: left out, {self.lacks} not installed"
+        if self.left_out:
+            return f"{self.part.name}: left out, {self.left_out}"
         how = "passed" if not self.failed else "out of time" if self.status is None else f"ended with {self.status}"
         return f"{self.part.name}: {how} after {self.seconds:.0f} s, {len(self.measurements)} measurements"
 
 
 def run(part: Part, out: Path, seconds: float) -> Outcome:
     """Run a part for at most so long; what it printed is in FOLDER/<part>.log, its measurements are returned."""
-    outcome = Outcome(part, part.command(out, seconds - FAREWELL_SECONDS))
-    outcome.lacks = ", ".join(name for name in part.needs if importlib.util.find_spec(name) is None)
-    if outcome.lacks or seconds <= FAREWELL_SECONDS:
+    outcome = Outcome(part, part.command(out, seconds - FAREWELL_SECONDS), left_out=part.obstacle())
+    if outcome.left_out or seconds <= FAREWELL_SECONDS:
         return outcome
     log, begin = out / f"{part.name}.log", time.monotonic()
     outcome.status = run_within(outcome.command, log, seconds, folder=ROOT)

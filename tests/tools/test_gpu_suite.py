@@ -89,13 +89,34 @@ def test_a_part_whose_packages_are_absent_is_left_out_and_has_not_failed(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_a_part_for_more_gpus_than_are_visible_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    outcome = gpu_suite.run(Part("grids", 60, gpus=2), tmp_path, 60.0)
+    assert not outcome.failed
+    assert str(outcome) == "grids: left out, needs 2 GPUs"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert Part("grids", 60, gpus=2).obstacle() == ""
+
+
+@pytest.mark.parametrize(("count", "line"), [(1, "a CUDA GPU; none found"), (2, "2 CUDA GPUs; none found")])
 def test_without_a_gpu_a_program_ends_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    count: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
-        require_gpu()
-    assert capsys.readouterr().err == "needs a CUDA GPU; none found\n"
+        require_gpu(count)
+    assert capsys.readouterr().err == f"needs {line}\n"
+
+
+def test_with_too_few_gpus_a_program_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="2"):
+        require_gpu(2)
+    assert capsys.readouterr().err == "needs 2 CUDA GPUs; 1 found\n"
 
 
 def test_a_module_is_described_by_the_distribution_that_it_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the parts run on: whether there is a GPU, which card it is, and the versions of what computes on it."""
+"""What the parts run on: how many GPUs there are, which card it is, and the versions of what computes on it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ import torch
 PACKAGES = ("torch", "triton", "megatron-core", "transformer_engine", "vllm", "transformers", "numpy")
 
 
-def require_gpu() -> None:
-    """End the program with status 2 and one line where there is no GPU; no CUDA context is made."""
-    if not torch.cuda.is_available():
-        print("needs a CUDA GPU; none found", file=sys.stderr)
+def visible_gpus() -> int:
+    """How many GPUs a process started here sees; no CUDA context is made."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def require_gpu(count: int = 1) -> None:
+    """End the program with status 2 and one line where fewer GPUs are visible; no CUDA context is made."""
+    found = visible_gpus()
+    if found < count:
+        wanted = "a CUDA GPU" if count == 1 else f"{count} CUDA GPUs"
+        print(f"needs {wanted}; {found or 'none'} found", file=sys.stderr)
         raise SystemExit(2)
 
 
