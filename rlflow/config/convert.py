@@ -137,6 +137,8 @@ def _one_of(value: Any, options: tuple[Any, ...]) -> Any:
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
     rules = " or ".join(str(mismatch) for mismatch in mismatches)
+    if set(options) == {bool, type(None)}:
+        rules = "must be true, false or null"
     nearest_value = next((mismatch.nearest for mismatch in mismatches if mismatch.nearest), None)
     raise Mismatch(rules, nearest_value)
 

@@ -71,6 +71,7 @@ def test_quoted_values_in_a_file_are_read_as_the_key_demands() -> None:
         ("optimizer", "lr", float("nan"), "optimizer.lr = nan: must be a finite number"),
         ("trainer", "export", "yes", "trainer.export = yes: must be true or false"),
         ("trainer", "export", 1, "trainer.export = 1: must be true or false"),
+        ("actor", "transformer_engine", "yes", "actor.transformer_engine = yes: must be true, false or null"),
         ("trainer", "output_dir", 7, "trainer.output_dir = 7: must be text; write '7' in quotes"),
         ("rollout", "stop_token_ids", 3, "rollout.stop_token_ids = 3: must be a list"),
         ("model", "path", None, "model.path = None: must be text; write 'None' in quotes"),
