@@ -101,7 +101,6 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
 
     The process must be one of the job's (`start`). `entered` is told which phase the run is in.
     """
-    save_config(config)
     architecture = load_architecture(config.model.path)
     announce(config, architecture)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
@@ -109,11 +108,15 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
     scorer = Scorer(config.rewards)
     checkpoints = Checkpoints(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep)
     checkpoint = checkpoints.find(config.trainer.resume, changing_roles(config))
-    if checkpoint is not None and (position := checkpoints.state(checkpoint).loader) is not None:
-        loader.load_state(position)
     steps = run_length(config, loader.steps_per_epoch)
+    if checkpoint is not None:
+        state = checkpoints.state(checkpoint)
+        look_at_end(config, steps, checkpoint, state.step)
+        if state.loader is not None:
+            loader.load_state(state.loader)
     look_at_weights(config)
     look_at_layers(config)
+    save_config(config)  # what is refused above leaves the folder of an earlier run as it was
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
     rollout = start_rollout(
@@ -147,6 +150,14 @@ def run_length(config: Config, steps_per_epoch: int) -> int:
             "critic.warmup_steps", f"{config.critic.warmup_steps} of {steps} steps leave the actor none to learn in"
         )
     return steps
+
+
+def look_at_end(config: Config, steps: int, checkpoint: Path, done: int) -> None:
+    """Refuse to go on from a checkpoint, `done` steps after the run's start, where the run is to end before it."""
+    if steps < done:
+        key = "trainer.steps" if config.trainer.steps else "trainer.epochs"
+        rule = f"{steps} steps end before {checkpoint}, which is of step {done}: take at least {done} steps"
+        raise UserError(key, f"{rule}, an earlier checkpoint as trainer.resume, or another trainer.output_dir")
 
 
 def start(config: Config) -> None:
@@ -282,7 +293,7 @@ def resume(run: online.Run, folder: Path) -> None:
     run.state = run.checkpoints.load(run.changing(), folder)
     run.state.kl_coef = resumed_kl_coef(run.config.algorithm, run.state.kl_coef)
     log.info("going on from %s at step %d", folder, run.state.step)
-    if run.state.step >= run.steps:
+    if run.state.step == run.steps:
         log.info("nothing is left to train: a larger trainer.steps goes on, another trainer.output_dir starts anew")
 
 

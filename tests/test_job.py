@@ -2,11 +2,15 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlflow import job
+from rlflow.checkpoint import State, folders
+from rlflow.checkpoint.store import STATE
 from rlflow.config import Config, Model, RewardModel
 from rlflow.config.schema import Actor, Algorithm, Critic, Trainer
 from rlflow.errors import UserError
@@ -39,3 +43,37 @@ def test_a_run_must_outlast_the_critic_s_warm_up() -> None:
     assert job.run_length(short, steps_per_epoch=3) == 6
     with pytest.raises(UserError, match="6 of 6 steps leave the actor none"):
         job.run_length(long, steps_per_epoch=3)
+
+
+def checkpoint_of(root: Path, step: int) -> Path:
+    """A complete checkpoint of a run without a critic, as far as it is looked at before models load."""
+    partial = folders.begin(root, step)
+    (partial / "actor").mkdir()
+    torch.save(asdict(State(step)), partial / STATE)
+    return folders.publish(partial, step)
+
+
+def test_a_run_cannot_end_before_the_checkpoint_that_it_goes_on_from(
+    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run left in its folder stays as it was."""
+
+    class Data:
+        steps_per_epoch = 3
+
+    def untouched(config: Config) -> None:
+        raise AssertionError("its configuration is written over")
+
+    monkeypatch.setattr(job, "announce", lambda config, architecture: None)
+    monkeypatch.setattr(job, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(job, "start_data", lambda config, tokenizer: (Data(), []))
+    monkeypatch.setattr(job, "save_config", untouched)
+    folder = str(checkpoint_of(tmp_path / "run" / "checkpoints", 4))
+    for length, message in (
+        ({"steps": 3}, r"trainer\.steps: 3 steps end before .*step_000004, which is of step 4"),
+        ({"epochs": 1}, r"trainer\.epochs: 3 steps end before .*step_000004, which is of step 4"),
+    ):
+        trainer = Trainer(output_dir=str(tmp_path / "run"), resume=folder, **length)
+        with pytest.raises(UserError, match=message):
+            job.assemble(Config(Model(str(tiny_model("qwen2"))), trainer=trainer))
+    job.look_at_end(Config(Model(""), trainer=trainer), 4, Path(folder), 4)
