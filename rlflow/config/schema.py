@@ -81,7 +81,9 @@ class Role:
         2048, minimum=1,
     )  # fmt: skip
     transformer_engine: bool | None = key(
-        "Take Transformer Engine's layers; null: where they are installed and compute the model.", None
+        "Use Transformer Engine: its attention, and its layers in a model with experts; null: where it is installed and "
+        "computes the model.",
+        None,
     )
     cuda_graphs: bool = key(
         "Capture the forward and backward pass of a micro-batch once for a shape and replay it, which pays where "

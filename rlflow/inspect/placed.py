@@ -16,7 +16,7 @@ from rlflow.config.ranks import rank_list
 from rlflow.config.roles import TRAINED, data_parallel_size
 from rlflow.config.schema import Config, Optimizer, Role
 from rlflow.inspect.activations import Activations, Rows, activations, widths
-from rlflow.models import split_layers
+from rlflow.models import layer_spec, split_layers
 from rlflow.roles.graphs import row_multiple
 from rlflow.rollout.vllm_process import cache_bytes
 
@@ -53,7 +53,7 @@ class PlacedRole:
         return MegatronLayout(
             self.arch, role.tensor_parallel_size, role.pipeline_parallel_size, self.replicas, ranks, role.order,
             split_layers(self.arch, role.pipeline_parallel_size) if virtual == 1 else (),
-            spec="te" if self.uses_transformer_engine else "local", vpp=virtual, cp=role.context_parallel_size,
+            spec=layer_spec(self.arch, self.uses_transformer_engine), vpp=virtual, cp=role.context_parallel_size,
             ep=role.expert_parallel_size, etp=role.expert_tensor_parallel_size,
         )  # fmt: skip
 
@@ -64,7 +64,7 @@ class PlacedRole:
     @property
     def kept_coefficient(self) -> str:
         """Of a calibration, for the activations that its layers keep."""
-        return "kept_te" if self.uses_transformer_engine else "kept_local"
+        return "kept_te" if self.layout.spec == "te" else "kept_local"
 
     def state(self, rank: int) -> dict[str, float]:
         """Bytes of weights, and of a trained role's gradients and optimizer, by these names."""

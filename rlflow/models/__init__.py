@@ -1,6 +1,7 @@
 """Models: the architecture record as megatron-core modules, packed attention, positions, log-probs."""
 
 from rlflow.models.config import transformer_config
+from rlflow.models.layers import layer_spec
 from rlflow.models.log_probs import VocabShard, token_log_probs
 from rlflow.models.packed import PackedInput, Scoring, pack_input
 from rlflow.models.policy import PolicyModel, build_policy, fits_transformer_engine, has_transformer_engine
@@ -21,6 +22,7 @@ __all__ = [
     "build_value",
     "fits_transformer_engine",
     "has_transformer_engine",
+    "layer_spec",
     "pack_input",
     "split_layers",
     "token_log_probs",

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_bridge.families import Architecture
 from rlflow.errors import UserError
 from rlflow.limits import check_limits
-from rlflow.models.layers import variant_of
+from rlflow.models.layers import layer_spec, variant_of
 from rlflow.models.weight_gradient import add_weight_gradients
 from rlflow.parallel import Grid
 
@@ -86,7 +86,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "deterministic_mode": deterministic,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
-        "gradient_accumulation_fusion": not transformer_engine and add_weight_gradients(dtype),
+        "gradient_accumulation_fusion": layer_spec(arch, transformer_engine) == "local" and add_weight_gradients(dtype),
     }
     if virtual_pipeline > 1:
         values |= _INTERLEAVED | {"virtual_pipeline_model_parallel_size": virtual_pipeline}

@@ -7,7 +7,7 @@ than Llama comes from its `Variant`, which is looked up here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -42,17 +42,26 @@ def variant_of(arch: Architecture) -> Variant:
     return VARIANTS.get(arch.family, Variant())
 
 
+def layer_spec(arch: Architecture, transformer_engine: bool) -> Literal["local", "te"]:
+    """Whose layers a model has, by megatron-core's names for its specs, where Transformer Engine is used or not.
+
+    With experts they are its own, which multiply in groups. Dense layers take nothing of it but its attention: its
+    products are torch's, too, and its norms and SwiGLU pass over memory more often than ours.
+    """
+    return "te" if transformer_engine and arch.experts is not None else "local"
+
+
 def block_spec(
     arch: Architecture, config: TransformerConfig, *, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's stage (or of one of its virtual stages) and the final norm; call inside `active`.
 
-    They are Transformer Engine's where the config says so.
+    Where the config says so they use Transformer Engine, as `layer_spec` decides.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(arch, config, number) for number in range(first, first + count)]
-    norm = TENorm if _is_transformer_engine(config) else variant_of(arch).norm
+    norm = TENorm if layer_spec(arch, _uses_transformer_engine(config)) == "te" else variant_of(arch).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -64,30 +73,30 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
         "multi_latent_attention": config.multi_latent_attention,
     }
     variant = variant_of(arch)
-    if _is_transformer_engine(config):
+    if layer_spec(arch, _uses_transformer_engine(config)) == "te":
         spec = get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=True)
         spec.submodules.self_attention.module = PackedSelfAttention
         spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     else:
         spec = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
-        _put_in(spec.submodules, variant, config.qk_layernorm)
+        _put_in(spec.submodules, variant, config)
     if arch.has_experts(number):
         described(spec.submodules.mlp).router = ExpertRouter
     variant.change(spec, arch, config, number)
     return spec
 
 
-def _is_transformer_engine(config: TransformerConfig) -> bool:
+def _uses_transformer_engine(config: TransformerConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
-def _put_in(layer: Any, variant: Variant, qk_norm: bool) -> None:
+def _put_in(layer: Any, variant: Variant, config: TransformerConfig) -> None:
     """Our modules in a layer of the local spec."""
     layer.input_layernorm = layer.pre_mlp_layernorm = leading(variant.norm)  # type: ignore[arg-type]
     layer.self_attention.module = PackedSelfAttention
     attention = layer.self_attention.submodules
-    attention.core_attention = variant.attention
-    if qk_norm:
+    attention.core_attention = TransformerEngineAttention if _uses_transformer_engine(config) else variant.attention
+    if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = variant.norm
     for mlp in mlp_submodules(layer.mlp):
         mlp.activation_func = variant.activation

@@ -37,6 +37,7 @@ from rlflow.models import (
     build_value,
     fits_transformer_engine,
     has_transformer_engine,
+    layer_spec,
     split_layers,
     transformer_config,
 )
@@ -384,6 +385,6 @@ def _layout(arch: Architecture, grid: Grid, virtual_pipeline: int, transformer_e
     return MegatronLayout(
         arch, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order),
         split_layers(arch, grid.pp) if virtual_pipeline == 1 else (),
-        spec="te" if transformer_engine else "local", vpp=virtual_pipeline, cp=grid.cp, ep=grid.ep, etp=grid.etp,
+        spec=layer_spec(arch, transformer_engine), vpp=virtual_pipeline, cp=grid.cp, ep=grid.ep, etp=grid.etp,
         experts="grouped" if transformer_engine else "sequential",
     )  # fmt: skip

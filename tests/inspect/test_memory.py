@@ -135,9 +135,15 @@ def test_graphs_keep_their_activations_between_steps() -> None:
 
 
 def test_the_spec_decides_whose_coefficient_counts() -> None:
-    for options, coefficient in (({"transformer_engine": True}, "kept_te"), ({}, "kept_local")):
-        peak = peaks(configuration(), **options)["update/actor"]
-        assert coefficient in {part.coefficient for part in peak.parts}
+    """Transformer Engine's layers are those of models with experts."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for changes, has_it, coefficient in (
+        (experts, True, "kept_te"), (experts, False, "kept_local"), ({}, True, "kept_local"),
+    ):  # fmt: skip
+        found = predict(
+            configuration(), {"actor": qwen2(**changes)}, 1, EXACT, has_transformer_engine=has_it, with_rollout=False
+        )
+        assert coefficient in {part.coefficient for part in found["update/actor"].parts}
 
 
 def test_a_shared_prompt_is_computed_once_and_its_keys_are_there_for_each_response() -> None:

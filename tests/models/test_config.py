@@ -66,3 +66,10 @@ def test_models_that_the_trainer_does_not_compute_are_refused(arch: Architecture
 def test_one_expert_a_token_with_a_weight_of_its_own_is_trained() -> None:
     assert model_limits(toy_experts(num_experts_per_tok=1, norm_topk_prob=False)) == []
     assert model_limits(toy_latent()) == model_limits(toy()) == []
+
+
+def test_transformer_engine_has_the_layers_of_models_with_experts_alone() -> None:
+    from rlflow.models import layer_spec
+
+    assert [layer_spec(toy(), with_it) for with_it in (False, True)] == ["local", "local"]
+    assert [layer_spec(toy_experts(), with_it) for with_it in (False, True)] == ["local", "te"]
