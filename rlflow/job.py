@@ -33,6 +33,7 @@ from rlflow.data.loader import Loader
 from rlflow.data.prompts import load_prompts
 from rlflow.errors import UserError
 from rlflow.models import split_layers
+from rlflow.rewards.columns import columns_read
 from rlflow.rewards.scorer import Scorer
 from rlflow.roles import build_roles
 from rlflow.roles.engine import takes_transformer_engine
@@ -193,8 +194,9 @@ def stop(rollout: RolloutEngine) -> None:
 def start_data(config: Config, tokenizer: Any) -> tuple[Loader, Sequence[Prompt]]:
     """The training prompts in their order, and the held-out ones."""
     prompts = load_prompts(
-        config.data.train, tokenizer, config.data, max_length=config.rollout.max_prompt_length, name="train"
-    )
+        config.data.train, tokenizer, config.data, max_length=config.rollout.max_prompt_length, name="train",
+        reads=columns_read(config.rewards),
+    )  # fmt: skip
     if prompts.dropped or prompts.truncated:
         log.info("of %d prompts %d are left out and %d cut", prompts.rows_read, prompts.dropped, prompts.truncated)
     seed = parallel.derive_seed(config.trainer.seed, "data")
@@ -208,7 +210,7 @@ def held_out_prompts(config: Config, tokenizer: Any) -> Sequence[Prompt]:
         return []
     return load_prompts(
         config.data.evaluation, tokenizer, config.data, max_length=config.rollout.max_prompt_length,
-        name="evaluation", limit=config.evaluation.max_prompts,
+        name="evaluation", limit=config.evaluation.max_prompts, reads=columns_read(config.rewards),
     )  # fmt: skip
 
 

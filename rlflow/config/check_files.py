@@ -134,6 +134,18 @@ def _data_faults(config: Config, key: str, path: str, rows_needed: int) -> Itera
         if column is not None and column not in file.columns:
             rule = f"no such column in {path}, which has {', '.join(file.columns) or 'no rows'}"
             yield Fault(f"data.{selector}", column, rule, nearest(column, file.columns), (key,))
+    for column, reader in _columns_read(config) if file.columns else ():
+        if column.partition(".")[0] not in file.columns:
+            yield Fault(reader, None, f"reads {column} of each row; {path} has {', '.join(file.columns)}", None, (key,))
+
+
+def _columns_read(config: Config) -> list[tuple[str, str]]:
+    from rlflow.rewards.columns import columns_read
+
+    try:
+        return columns_read(config.rewards)
+    except UserError:  # a function that cannot be had is a fault of its own
+        return []
 
 
 def _unwritable(folder: Path) -> str | None:

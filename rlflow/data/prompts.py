@@ -52,15 +52,18 @@ class PromptSet(Sequence[Prompt]):
 
 
 def load_prompts(
-    path: str, tokenizer: Any, data: Data, *, max_length: int, name: str, limit: int | None = None
-) -> PromptSet:
+    path: str, tokenizer: Any, data: Data, *, max_length: int, name: str, limit: int | None = None,
+    reads: Sequence[tuple[str, str]] = (),
+) -> PromptSet:  # fmt: skip
     """The prompts of a file, at most `limit`, of at most `max_length` tokens; ids are `name`/row, counted from 0.
 
-    Longer ones are treated as `data.overlong` says, and counted; raises UserError with file and row.
+    Longer ones are treated as `data.overlong` says, and counted. `reads` are further columns that every row must have,
+    each with the key of the configuration that asks for it; `column.key` is a key of a mapping. Raises UserError with
+    file and row.
     """
     encoder = Encoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
     prompts, overlong = PromptSet(name), _Overlong(data.overlong, max_length)
-    for number, token_ids, row in _encoded(path, encoder, data):
+    for number, token_ids, row in _encoded(path, encoder, data, reads):
         if limit is not None and len(prompts) == limit:
             break
         prompts.rows_read += 1
@@ -101,7 +104,9 @@ class _Overlong:
             )
 
 
-def _encoded(path: str, encoder: Encoder, data: Data) -> Iterator[tuple[int, list[int], dict[str, Any]]]:
+def _encoded(
+    path: str, encoder: Encoder, data: Data, reads: Sequence[tuple[str, str]]
+) -> Iterator[tuple[int, list[int], dict[str, Any]]]:
     """Row number, token ids and row, tokenised in blocks, which is what fast tokenizers are fast at."""
     rows, first = read_rows(path), 0
     while block := list(islice(rows, ROWS_AT_ONCE)):
@@ -109,11 +114,24 @@ def _encoded(path: str, encoder: Encoder, data: Data) -> Iterator[tuple[int, lis
             for selector in ("prompt_key", "answer_key"):
                 column = getattr(data, selector)
                 if column is not None and column not in row:
-                    there = ", ".join(row)
-                    raise UserError(f"{path}, row {number}", f"no column {column} (data.{selector}); there is {there}")
+                    raise _missing(path, number, row, column, f"data.{selector}")
+            for column, key in reads:
+                if not _holds(row, column):
+                    raise _missing(path, number, row, column, key)
         try:
             encoded = encoder.encode([row[data.prompt_key] for row in block], first)
         except UserError as error:
             raise UserError(f"{path}, {error.where}", error.message) from error
         yield from zip(range(first, first + len(block)), encoded, block, strict=True)
         first += len(block)
+
+
+def _holds(row: dict[str, Any], column: str) -> bool:
+    value: Any = row
+    for name in column.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value is not None
+
+
+def _missing(path: str, number: int, row: dict[str, Any], column: str, key: str) -> UserError:
+    return UserError(f"{path}, row {number}", f"no column {column} ({key}); there is {', '.join(row)}")

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from rlflow.rewards.columns import reads
+
 try:
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.utils import extract_answer
@@ -15,6 +17,7 @@ except ImportError as error:
     raise ImportError("reasoning-gym cannot be imported; install rlflow with its extra: [reasoning-gym]") from error
 
 
+@reads("question", "metadata.source_dataset")
 def verified(
     response: str, answer: str, *, row: dict[str, Any], tag: str | None = None, exact: bool = False
 ) -> dict[str, float]:

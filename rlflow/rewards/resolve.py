@@ -15,7 +15,7 @@ RewardFunction = Callable[..., Any]
 """`function(response: str, answer, *, row: dict, **args)` to a float, None or a dict with "score"."""
 
 
-def resolve(reward: Reward) -> RewardFunction:
+def resolve(reward: Reward) -> partial[Any]:
     """The function with its `args` bound; raises UserError whose `where` is the key of `reward` that is wrong."""
     module_name, colon, name = reward.function.partition(":")
     if not (module_name and colon and name):

@@ -75,8 +75,8 @@ class Scorer:
         if sum(self._failed) > max(1, MAX_ERROR_FRACTION * len(self._failed)):
             raise UserError(
                 f"reward {source.name}",
-                f"failed in {sum(self._failed)} of the last {len(self._failed)} calls, the last time with "
-                f"{type(error).__name__}: {error}",
+                f"failed in {sum(self._failed)} of the last {len(self._failed)} calls, the last on "
+                f"{sample.prompt.id} with {type(error).__name__}: {error}",
             ) from error
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from rlflow.config import Reward
 from rlflow.errors import UserError
 from rlflow.rewards.resolve import resolve
 from rlflow.rewards.scorer import Scorer
+from tests.config.examples import faults
 from tests.rewards.samples import sample
 
 NAME = "rlflow.rewards.reasoning_gym:verified"
@@ -57,6 +59,15 @@ def test_it_is_a_source_of_reward(verified: Score) -> None:
     Scorer([Reward(NAME, args={"exact": True})]).score([item])
     assert item.reward == 1
     assert item.scores == {"verified": 1, "verified/format": 1}
+
+
+def test_data_of_other_origin_are_refused_before_anything_starts(verified: Score, tmp_path: Path) -> None:
+    """Rows must name their task, as tools/make_reasoning_gym.py writes them."""
+    found = faults(tmp_path, "data.evaluation=null", rewards=[{"function": NAME}])
+    there = f"of each row; {tmp_path / 'train.jsonl'} has prompt, answer"
+    assert found == [
+        f"rewards.0.function: reads {column} {there}" for column in ("question", "metadata.source_dataset")
+    ]
 
 
 def test_a_missing_package_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

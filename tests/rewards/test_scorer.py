@@ -114,7 +114,7 @@ def test_an_exception_loses_one_sample(functions: ModuleType) -> None:
 def test_more_than_a_fifth_of_exceptions_stop_the_run(functions: ModuleType) -> None:
     results = [1.0] * 8 + [ValueError("a"), ValueError("b")]
     assert score_with(functions, results)[1]["reward/errors"] == 2
-    with pytest.raises(UserError, match=r"failed in 3 of the last 11 calls, the last time with ValueError: c"):
+    with pytest.raises(UserError, match=r"failed in 3 of the last 11 calls, the last on train/0 with ValueError: c"):
         score_with(functions, [*results, ValueError("c")])
 
 
