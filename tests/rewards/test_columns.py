@@ -43,8 +43,8 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
         for file in ("test.jsonl", "train.jsonl")
         for column in ("level", "metadata.source")
     ]
-    (fault,) = faults(tmp_path, rewards=[{"function": "given:judge"}])
-    assert "missing a required keyword-only argument: 'factor'" in fault
+    (fault,) = faults(tmp_path, rewards=[{"function": "given:judge"}])  # it cannot be had
+    assert fault.startswith("rewards.0.function: given:judge must be callable as")
 
 
 @pytest.mark.parametrize(
