@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ class RankFailure(AssertionError):
     """A rank of a distributed test raised; the message is its traceback."""
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
     """A worker: run the calls that arrive until the pipe closes."""
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    os.environ.update(environment)
     import torch
 
     torch.set_num_threads(1)
@@ -78,11 +79,13 @@ def _call(
 class World:
     """`world(n, function, *args)` runs a module-level function on n ranks and returns their results in rank order.
 
-    With "nccl" each rank has the GPU of its number; results must not lie on it.
+    With "nccl" each rank has the GPU of its number; results must not lie on it. Workers have `environment` over this
+    process's own.
     """
 
-    def __init__(self, backend: str = "gloo") -> None:
+    def __init__(self, backend: str = "gloo", environment: Mapping[str, str] | None = None) -> None:
         self._backend = backend
+        self._environment = dict(environment or {})
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
 
@@ -98,7 +101,7 @@ class World:
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
         # Not a daemon: megatron-core saves checkpoints from child processes. A worker ends when its pipe closes.
-        process = self._context.Process(target=_serve, args=(theirs,))
+        process = self._context.Process(target=_serve, args=(theirs, self._environment))
         process.start()
         theirs.close()
         self._workers.append((process, ours))

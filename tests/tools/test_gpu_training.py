@@ -8,8 +8,9 @@ import pytest
 from tests.workers import World
 from tools.gpu.report import read
 from tools.gpu.shapes import SHAPES, Shape, save
+from tools.gpu.steps import Work
 from tools.gpu.timing import covered
-from tools.gpu.training import Timing, Variant, Work, measure, report
+from tools.gpu.training import Timing, Variant, measure, report
 
 TINY = Shape(2, 64, 2, 1, 96, tie_word_embeddings=True, vocab_size=2048)
 

@@ -1,10 +1,12 @@
-"""Calls that have a process and all of its GPU to themselves, so that a failure takes no other along."""
+"""Calls that have processes and all of their GPUs to themselves, so that a failure takes no other along."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 from tests.workers import RankFailure, World
 
@@ -24,3 +26,59 @@ def alone(what: str, call: Callable[..., Found], *given: object, until: float) -
         return None
     finally:
         world.close()
+
+
+class Attempts:
+    """So many `calls` in GPU processes of their own, which start while the call before computes; counts failures.
+
+    Each call may take so many seconds, and none longer than `until`, a time of `time.monotonic`. It gets `processes`,
+    one a GPU, with `environment` over this process's own; they have imported the program's main module.
+    """
+
+    def __init__(
+        self,
+        calls: int,
+        seconds: float,
+        *,
+        processes: int = 1,
+        until: float = math.inf,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.failed = 0
+        self._calls, self._seconds, self._until = calls, seconds, until
+        self._processes, self._environment = processes, environment or {}
+        self._starter = ThreadPoolExecutor(1)
+        self._started: list[tuple[World, Future[Any]]] = []
+        self._start()
+
+    def __call__(self, what: str, call: Callable[[], Found], ranks: int = 1) -> list[Found] | None:
+        """What the call returns on each of the first `ranks` processes; None where it failed or took too long."""
+        world, started = self._started.pop()
+        self._start()
+        try:
+            started.result()
+            return world(ranks, call, timeout=max(1.0, min(self._seconds, self._until - time.monotonic())))
+        except RankFailure as failure:
+            self.failed += 1
+            print(f"FAILED: {what}\n{failure}", flush=True)
+            return None
+        finally:
+            world.close()
+
+    def _start(self) -> None:
+        """Start the processes of the next call, if there is one."""
+        if self._calls > 0:
+            self._calls -= 1
+            world = World("nccl", self._environment)
+            self._started.append((world, self._starter.submit(world, self._processes, _begin)))
+
+    def close(self) -> None:
+        """End the processes of calls that were not made."""
+        for world, started in self._started:
+            wait([started])
+            world.close()
+        self._starter.shutdown()
+
+
+def _begin() -> None:
+    """Nothing: a process that can call this has imported the main module."""

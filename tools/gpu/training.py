@@ -13,55 +13,32 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from megatron_bridge.families import load_architecture
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective
-from rlflow.batch import Batch
 from rlflow.config.schema import Optimizer
 from rlflow.models import has_transformer_engine
 from rlflow.roles import Engine
-from tests.workers import RankFailure, World
-from tools.gpu.batches import random_batch
+from tools.gpu.alone import Attempts
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.runs import MODELS
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
+from tools.gpu.steps import GIB, LEARNING_RATE, STEPS, Work, loss_of, most_memory, speed_of, without_optimizer
 from tools.gpu.timing import GpuWork, gpu_work, seconds_of
 
 TARGETS = {
     "te": {"0.5b": 0.45, "1.5b": 0.55, "7b8": 0.75},
     "local": {"0.5b": 0.30, "1.5b": 0.50, "7b8": 0.65},
 }
-LEARNING_RATE = 1e-5
-STEPS = 8  # before losses are compared
 LARGEST_DIFFERENCE = 0.02  # between variants' losses after these steps, in nats; the loss begins near 12
 MATRIX = 8192
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is computed: micro-batches of packed sequences."""
-
-    sequences: int = 16
-    length: int = 1024
-    micro_batches: int = 4  # of a whole step
-
-    @property
-    def rows(self) -> int:
-        """Of a micro-batch."""
-        return self.sequences * self.length
 
 
 @dataclass(frozen=True)
@@ -102,43 +79,22 @@ def measure(folder: Path, shape: Shape, variant: Variant, work: Work) -> Timing:
         transformer_engine=variant.spec == "te", cuda_graphs=variant.cuda_graphs,
     )  # fmt: skip
     engine.load_hf(folder)
-    one, several = (  # prompts of one token: all other rows are scored
-        random_batch(shape.vocab_size, prompts=count * work.sequences, prompt=1, response=work.length)
-        for count in (1, work.micro_batches)
-    )
+    one, several = (work.batch(shape, count) for count in (1, work.micro_batches))
     train = partial(engine.train_step, objective=PolicyObjective(), lr=LEARNING_RATE)
-    loss_before = _loss(engine, one)
+    loss_before = loss_of(engine, one)
     for _ in range(STEPS):
         train(one)
-    loss_after = _loss(engine, one)
-    with _without_optimizer(engine):
+    loss_after = loss_of(engine, one)
+    with without_optimizer(engine):
         forward_backward = seconds_of(partial(train, one), warm_up=2, repeats=7)
     whole_step = seconds_of(partial(train, several), warm_up=1, repeats=3)
     log_probs = seconds_of(partial(engine.log_probs, several, 1.0), warm_up=1, repeats=3)
-    peak, reserved = _most_memory()
-    with _without_optimizer(engine):
+    peak, reserved = most_memory()
+    with without_optimizer(engine):
         gpu = gpu_work(partial(train, one))  # last: the profiler slows down what comes after it
     return Timing(
         forward_backward, whole_step, log_probs, gpu, peak, reserved, _product_rate(), loss_before, loss_after
     )  # fmt: skip
-
-
-@contextmanager
-def _without_optimizer(engine: Engine) -> Iterator[None]:
-    assert engine.training is not None
-    with patch.object(engine.training.optimizer, "step", return_value=(True, 1.0, None)):
-        yield
-
-
-def _loss(engine: Engine, batch: Batch) -> float:
-    return -float(engine.log_probs(batch, 1.0).double().mean())
-
-
-def _most_memory() -> tuple[int, int]:
-    """Bytes of tensors, and of what torch took for them."""
-    if not torch.cuda.is_available():
-        return 0, 0
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def _product_rate() -> float | None:
@@ -160,23 +116,13 @@ def report(name: str, variant: Variant, timing: Timing, work: Work, *, judged: b
         (" whole step", 3, several, timing.whole_step, None, optimizer),
         (" log-probs", 1, several, timing.log_probs, target, {}),
     ):
-        mfu, speed = _speed(SHAPES[name], work.length, micro_batches * work.rows, passes, seconds)
+        mfu, speed = speed_of(SHAPES[name], work.length, micro_batches * work.rows, passes, seconds)
         emit(
             "training", f"MFU {name} {variant}{what}", mfu, target=wanted, bound=bound,
             against=f"bf16 product of {MATRIX}³", details=speed | details,
         )  # fmt: skip
     if timing.gpu is not None:
         print(f"costliest kernels of {name} {variant}:", *timing.gpu.costliest, sep="\n", flush=True)
-
-
-def _speed(shape: Shape, length: int, tokens: int, passes: int, seconds: float) -> tuple[float, dict[str, float]]:
-    """MFU, and seconds and tokens a second; `passes`: how many times a forward's operations."""
-    usual, multiplied = (
-        round(passes * shape.forward_flops(length, tokens, whole=whole) / seconds / PEAK_FLOPS, 4)
-        for whole in (True, False)
-    )
-    speed = {"s": round(seconds, 4), "tokens_per_s": round(tokens / seconds)}
-    return usual, speed | ({} if multiplied == usual else {"without_embedding": multiplied})
 
 
 def _details(timing: Timing) -> dict[str, float]:
@@ -197,51 +143,14 @@ def report_losses(name: str, losses: dict[str, float]) -> None:
     emit("training", what, difference, "nats", target=LARGEST_DIFFERENCE, more_is_better=False, details=details)
 
 
-class Attempts:
-    """Calls in GPU processes of their own, each started while the one before computes; failures are counted."""
-
-    def __init__(self, seconds: float) -> None:
-        self.failed = 0
-        self._seconds = seconds
-        self._starter = ThreadPoolExecutor(1)
-        self._next = self._start()
-
-    def __call__(self, what: str, call: Callable[[], Timing]) -> Timing | None:
-        """What the call returns; None where it failed or took too long."""
-        world, started = self._next
-        self._next = self._start()
-        try:
-            started.result()
-            return world(1, call, timeout=self._seconds)[0]
-        except RankFailure as failure:
-            self.failed += 1
-            print(f"FAILED: {what}\n{failure}", flush=True)
-            return None
-        finally:
-            world.close()
-
-    def _start(self) -> tuple[World, Future[Any]]:
-        world = World("nccl")
-        return world, self._starter.submit(world, 1, _import_everything)
-
-    def close(self) -> None:
-        world, started = self._next
-        wait([started])
-        world.close()
-        self._starter.shutdown()
-
-
-def _import_everything() -> None:
-    """A process that can call this has imported this module."""
-
-
 def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts) -> None:
     """All variants of a shape; targets are meant for those with CUDA graphs, where any have them."""
     work, losses = Work(), {}
     with_graphs = any(variant.cuda_graphs for variant in variants)
     for variant in variants:
-        timing = attempts(f"{name} {variant}", partial(measure, folder, SHAPES[name], variant, work))
-        if timing is not None:
+        found = attempts(f"{name} {variant}", partial(measure, folder, SHAPES[name], variant, work))
+        if found is not None:
+            (timing,) = found
             report(name, variant, timing, work, judged=variant.cuda_graphs == with_graphs)
             losses[str(variant)] = timing.loss_after
     if losses:
@@ -265,7 +174,7 @@ def main() -> int:
         for graphs in arguments.cuda_graphs
         for chunk in arguments.logprob_chunk_tokens
     ]
-    attempts = Attempts(arguments.variant_limit_s)
+    attempts = Attempts(len(arguments.shapes) * len(variants), arguments.variant_limit_s)
     for name in arguments.shapes:
         bench(name, arguments.models / name, variants, attempts)
     attempts.close()
