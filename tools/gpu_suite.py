@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tools.gpu.machine import describe_machine, require_gpu, visible_gpus
+from tools.gpu.machine import describe_machine, leave_multicast_off, require_gpu, visible_gpus
 from tools.gpu.processes import FAREWELL_SECONDS, run_within
 from tools.gpu.report import Measurement, read
 
@@ -79,6 +79,7 @@ PARTS = (
     Part("peer", 250, "--limit-s {limit} --beside {scratch}/whole_step", ("vllm", "trl"), "tools.peer_trl_gpu"),
     Part("learning", 300, "--limit-s {limit}", ("vllm", "reasoning_gym")),
     Part("memory", 300, "--limit-s {limit} --out {out}", needs=("vllm",)),
+    Part("grids", 420, "--limit-s {limit}", gpus=2),
 )
 
 
@@ -184,6 +185,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=3600.0, help="for all parts together")
     arguments = parser.parse_args()
     require_gpu()
+    leave_multicast_off()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     known = {part.name: part for part in PARTS}

@@ -53,6 +53,10 @@ class Attempts:
 
     def __call__(self, what: str, call: Callable[[], Found], ranks: int = 1) -> list[Found] | None:
         """What the call returns on each of the first `ranks` processes; None where it failed or took too long."""
+        if time.monotonic() >= self._until:
+            self.failed += 1
+            print(f"FAILED: {what}\nno time was left", flush=True)
+            return None
         world, started = self._started.pop()
         self._start()
         try:

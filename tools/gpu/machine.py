@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -25,6 +26,14 @@ def require_gpu(count: int = 1) -> None:
         wanted = "a CUDA GPU" if count == 1 else f"{count} CUDA GPUs"
         print(f"needs {wanted}; {found or 'none'} found", file=sys.stderr)
         raise SystemExit(2)
+
+
+def leave_multicast_off() -> None:
+    """Keep this process's libraries, and those of what it starts, from NVLink multicast.
+
+    It is a resource of the whole host: a program that ends badly with it can leave GPUs of others out of service.
+    """
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
 
 def describe_machine() -> dict[str, str]:

@@ -22,6 +22,7 @@ from tools.make_tiny_model import EOS, PAD, make_tokenizer
 VOCAB = 151_936
 PEAK_FLOPS = 989e12
 """Dense bfloat16 operations a second of an H200, by its datasheet."""
+EMBEDDING_SPREAD, MATRIX_SPREAD = 0.05, 0.02  # standard deviations of random weights
 BYTES = 2  # of a weight, a key or a value in bfloat16
 
 
@@ -122,7 +123,8 @@ def _draw_weights(config: Any) -> dict[str, Tensor]:
         if weight.dim() == 1:
             weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator)
         else:
-            weight.normal_(0.0, 0.05 if "embed" in name else 0.02, generator=generator)
+            spread = EMBEDDING_SPREAD if "embed" in name else MATRIX_SPREAD
+            weight.normal_(0.0, spread, generator=generator)
         weights[name] = weight.cpu()
     return weights
 
