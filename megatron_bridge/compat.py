@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import queue
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,6 +48,18 @@ def mend_latent_attention() -> None:
     from megatron.core.transformer import multi_latent_attention
 
     multi_latent_attention.HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
+def take_write_results_here() -> None:
+    """Before megatron-core writes a checkpoint while its caller waits: let this process hand on what was written.
+
+    For writers that go on behind the caller megatron starts a server process, which takes seconds and outlives a rank
+    that is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def allow_grouped_queries(attention: Any) -> dict[str, bool]:

@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_bridge.compat import take_write_results_here
 from rlflow.errors import UserError
 from rlflow.parallel import active
 from rlflow.parallel.sub_world import sub_world
@@ -32,6 +33,7 @@ def save(engine: Engine, folder: Path) -> None:
             engine.training.gather_parameters()
             _prepare_state(engine.training)
         shards = _shards(engine, is_loading=False)
+        take_write_results_here()
         with sub_world(engine.grid.everyone):
             dist_checkpointing.save(shards, str(folder))
 

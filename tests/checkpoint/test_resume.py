@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -113,6 +114,17 @@ def test_the_next_step_is_that_of_the_unbroken_run(  # cases.md F10
     tolerance = 0.0 if (ranks, grid) == (later_ranks, later_grid) else 1e-5
     for name in ("loss", "engine/grad_norm"):
         assert resumed[name] == pytest.approx(unbroken[name], rel=tolerance, abs=tolerance)
+
+
+def test_saving_leaves_no_process_behind(world: World, tiny_model: Any, tmp_path: Path) -> None:
+    """One that a rank had started would outlive the rank where that is killed, and hold the job's output open."""
+    assert world(2, _children_after_saving, tiny_model("qwen2"), tmp_path) == [[], []]
+
+
+def _children_after_saving(model: Path, root: Path) -> list[list[str]]:
+    _train_and_save(model, {}, root, torch.float32)
+    commands = [child.cmdline() for child in psutil.Process().children()]
+    return [command for command in commands if any("multiprocessing.spawn" in word for word in command)]
 
 
 def test_experts_are_resumed_where_they_now_lie(world: World, tiny_model: Any, tmp_path: Path) -> None:
