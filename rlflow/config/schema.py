@@ -81,10 +81,9 @@ class Role:
         2048, minimum=1,
     )  # fmt: skip
     transformer_engine: bool | None = key(
-        "Use Transformer Engine: its attention, and its layers in a model with experts; null: where it is installed and "
-        "computes the model.",
-        None,
-    )
+        "Use Transformer Engine: its attention, and in a model with experts its layers; null: where it is installed "
+        "and computes the model.", None,
+    )  # fmt: skip
     cuda_graphs: bool = key(
         "Capture the forward and backward pass of a micro-batch once for a shape and replay it, which pays where "
         "launching kernels takes longer than they do: models below about 2 billion weights. "

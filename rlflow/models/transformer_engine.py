@@ -1,42 +1,52 @@
-"""Core attention of the Transformer Engine spec: its own kernels where each sequence sees itself alone."""
+"""Core attention by Transformer Engine's kernels, which are faster than torch's for packed sequences.
+
+They also compute responses behind prompts that they share. Keys of other context-parallel ranks are left to torch's
+kernel.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from rlflow.models.attention import PackedAttention
+from rlflow.models.seen_rows import seen
 
 if TYPE_CHECKING:
     from rlflow.models.packed import PackedInput
 
 
 class TransformerEngineAttention(PackedAttention):
-    """As the local spec's. Shared prompts, and keys of other context-parallel ranks, are left to torch's kernel."""
+    """As torch's for half precision on a GPU, whole sequences on each rank."""
 
-    def __init__(
-        self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **where: Any
-    ) -> None:
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
         super().__init__(config, softmax_scale=softmax_scale, pg_collection=pg_collection)
         self.kernel = None
         if self.context_group is None:
-            self.kernel = TEDotProductAttention(
-                config, softmax_scale=softmax_scale, pg_collection=pg_collection, **where
-            )
+            from transformer_engine.pytorch import DotProductAttention
+
+            ranks = config.tensor_model_parallel_size
+            self.kernel = DotProductAttention(
+                config.num_attention_heads // ranks, config.kv_channels,
+                num_gqa_groups=max(1, config.num_query_groups // ranks), attention_dropout=0.0, qkv_format="thd",
+                softmax_scale=self.scale,
+            )  # fmt: skip
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedInput) -> Tensor:
-        if self.kernel is None or packed.seen_rows is not None:
+        if self.kernel is None:
             return super().attend(query, key, value, packed)
-        sequences = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=packed.cu_seqlens_q,
-            cu_seqlens_kv=packed.cu_seqlens_kv,
-            max_seqlen_q=packed.max_seqlen_q,
-            max_seqlen_kv=packed.max_seqlen_kv,
-        )
-        found = self.kernel(query, key, value, None, AttnMaskType.padding_causal, packed_seq_params=sequences)
-        return found.reshape(len(query), -1)
+        mask = "padding_causal"
+        if packed.seen_rows is not None:
+            mask = "padding_causal_bottom_right"  # the ends of queries and keys are aligned
+            key, value = seen(key, value, packed.seen_rows, packed.cu_seqlens_kv)
+        return self.kernel(
+            query, key, value, attn_mask_type=mask,
+            cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_kv=packed.cu_seqlens_kv,
+            max_seqlen_q=_power_of_two(packed.max_seqlen_q), max_seqlen_kv=_power_of_two(packed.max_seqlen_kv),
+        )  # fmt: skip
+
+
+def _power_of_two(length: int) -> int:
+    """The next one: kernels are planned anew for each bound of the sequences' lengths, so there should be few."""
+    return 1 << max(length - 1, 0).bit_length()

@@ -51,7 +51,7 @@ def test_ppo_with_all_its_roles_on_one_gpu(tmp_path: Path, shallow_qwen: Path) -
         reference={"update_every": 1, "ema": 0.5},
         optimizer={"lr": 1e-5},
         algorithm={"advantage": "gae", "kl_coef": 1e-3, "kl_in": "reward", "kl_estimator": "k1", "mini_batches": 2},
-        rollout={"n": 4, "max_response_length": 64, "kv_cache_gib": 2.0, "sleep_level": 2},
+        rollout={"n": 4, "max_response_length": 64, "kv_cache_gib": 2.0, "sleep_level": 2, "cuda_graphs": False},
         trainer={"steps": 2, "prompts_per_step": 8, "save_every": 2, "export": False},
     )
     succeed("train", config, "model.dtype=bfloat16")

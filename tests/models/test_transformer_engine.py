@@ -1,5 +1,6 @@
-"""Which micro-batches Transformer Engine's attention is given; its kernels are tested on a GPU."""
+"""What Transformer Engine's attention is given; its kernels are tested on a GPU."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,48 +9,55 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import pack
+from rlflow.models.packed import Scoring, kernel_bounds, pack_input
+from rlflow.models.rope import Rope, Ropes, inverse_frequencies
+from rlflow.models.transformer_engine import TransformerEngineAttention
 from tests.roles.samples import random_batch
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 
 
 class Kernel(torch.nn.Module):
-    """Stands in for megatron-core's wrapper, and keeps what it is given."""
+    """Stands in for Transformer Engine's, and keeps what it is given."""
 
-    def __init__(self, config: Any, **how: Any) -> None:
+    def __init__(self, heads: int, channels: int, **how: Any) -> None:
         super().__init__()
-        self.how = how
-        self.given: list[Any] = []
+        self.heads, self.channels, self.how = heads, channels, how
+        self.given: dict[str, Any] = {}
 
-    def forward(self, query: Tensor, *others: Any, packed_seq_params: Any) -> Tensor:
-        self.given.append((query.shape, packed_seq_params))
-        return torch.full_like(query, 7.0)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **sequences: Any) -> Tensor:
+        self.given = {"keys": key, **sequences}
+        return torch.full_like(query, 7.0).flatten(1)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["prompts shared", "prompts repeated"])
-def test_sequences_that_see_themselves_alone_are_its_own(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
-    from rlflow.models import transformer_engine
-    from rlflow.models.packed import Scoring, pack_input
-    from rlflow.models.rope import Rope, Ropes, inverse_frequencies
-
-    monkeypatch.setattr(transformer_engine, "TEDotProductAttention", Kernel)
+def test_sequences_are_its_own_and_see_their_prompts(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
+    """Prompts of 5 and 9 tokens with two responses each of at most 6; bounds on lengths are powers of two."""
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Kernel))
     batch = random_batch(prompt_lengths=(5, 9), responses=2, longest=6)
     (micro_batch,) = pack(batch, [[0, 1, 2, 3]], share_prompts=share)
     ropes = Ropes(Rope(inverse_frequencies(1e4, CHANNELS)))
     packed = pack_input(micro_batch, ropes, torch.float32, Scoring(micro_batch.predict_at, micro_batch.targets))
-    packed.seen_rows, packed.cu_seqlens_q = micro_batch.seen_rows, micro_batch.cu_seqlens  # as on a GPU
-    attention = transformer_engine.TransformerEngineAttention(SimpleNamespace(kv_channels=CHANNELS), layer_number=3)
+    for name, value in kernel_bounds(micro_batch, micro_batch.segments, None).items():  # as on a GPU
+        setattr(packed, name, value)
+    config = SimpleNamespace(
+        kv_channels=CHANNELS, num_attention_heads=2 * HEADS, num_query_groups=2 * GROUPS, tensor_model_parallel_size=2
+    )
+    attention = TransformerEngineAttention(config, layer_number=3)
     rows = len(micro_batch.token_ids)
     query, key, value = (torch.randn(rows, 1, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS))
     out = attention(query, key, value, None, packed_seq_params=packed)
+    kernel = attention.kernel
+    assert isinstance(kernel, Kernel)
     assert out.shape == (rows, 1, HEADS * CHANNELS)
-    assert attention.kernel.how["layer_number"] == 3
-    if share:
-        assert not attention.kernel.given
-        assert not (out == 7).any()
-    else:
-        ((shape, sequences),) = attention.kernel.given
-        assert shape == (rows, HEADS, CHANNELS)
-        assert sequences.qkv_format == "thd"
-        assert torch.equal(sequences.cu_seqlens_q, micro_batch.cu_seqlens)
-        assert (out == 7).all()
+    assert (out == 7).all()
+    assert (kernel.heads, kernel.channels, kernel.how["num_gqa_groups"]) == (HEADS, CHANNELS, GROUPS)
+    assert kernel.how["softmax_scale"] == CHANNELS**-0.5
+    given = kernel.given
+    assert given["attn_mask_type"] == ("padding_causal_bottom_right" if share else "padding_causal")
+    assert torch.equal(given["keys"], key[:, 0] if micro_batch.seen_rows is None else key[micro_batch.seen_rows, 0])
+    assert given["max_seqlen_q"] in (8, 16)
+    assert given["max_seqlen_q"] >= micro_batch.max_seqlen
+    assert given["max_seqlen_kv"] == 16
+    assert torch.equal(given["cu_seqlens_q"], micro_batch.cu_seqlens)
+    assert int(given["cu_seqlens_kv"][-1]) == len(given["keys"])
