@@ -5,6 +5,7 @@ is known to be good.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -100,7 +101,8 @@ def check(args: argparse.Namespace) -> Work:
 def launch(processes: int, command: Sequence[str]) -> int:
     """Run `rlflow command` in `processes` processes by torchrun; a user's error in any of them is one of the whole.
 
-    Nothing is started again after a failure. Of processes that a signal ended, which could not speak, it tells.
+    Nothing is started again after a failure. Of processes that a signal ended, which could not speak, it tells; what
+    failed processes have started ends with them.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -114,12 +116,19 @@ def launch(processes: int, command: Sequence[str]) -> int:
         run(parse_args(options))
     except ChildFailedError as error:
         for rank, failure in sorted(error.failures.items()):
+            _end_group(failure.pid)
             _explain_signal(rank, -failure.exitcode)
         return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
     except SignalException as error:  # Ctrl-C, or the scheduler; torchrun has ended the processes
         print(f"ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def _end_group(process: int) -> None:
+    """End what is left of a process group, whose leader was a rank: torchrun ends those of ranks that still live."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
 
 
 def _explain_signal(rank: int, number: int) -> None:

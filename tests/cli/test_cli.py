@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,6 +18,8 @@ from rlflow import cli
 from rlflow.config import Config
 from rlflow.errors import UserError
 from tests.config.examples import QWEN, ROOT, write_config
+
+GONE = 2**22 + 1  # above the largest number that Linux gives a process
 
 
 class FakeJob(ModuleType):
@@ -213,7 +216,7 @@ def test_processes_that_a_signal_ended_are_explained(
     codes = {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGSEGV, 3: -signal.SIGTERM}
 
     def failed(options: object) -> None:
-        raise ChildFailedError("rlflow", {rank: ProcessFailure(rank, 1, code, "") for rank, code in codes.items()})
+        raise ChildFailedError("rlflow", {rank: ProcessFailure(rank, GONE, code, "") for rank, code in codes.items()})
 
     monkeypatch.setattr("torch.distributed.run.run", failed)
     assert cli.launch(4, ["train", "c.yaml"]) == 1
@@ -222,6 +225,22 @@ def test_processes_that_a_signal_ended_are_explained(
     assert "ran out of memory" in killed
     assert "rollout.kv_cache_gib" in killed
     assert crashed == "rank 2 was ended by SIGSEGV"
+
+
+def test_what_a_failed_rank_has_started_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is gone already; its child would hold the job's output open for as long as it likes."""
+    rank = subprocess.Popen(["sh", "-c", "sleep 60 &"], stdout=subprocess.PIPE, start_new_session=True)
+    assert rank.stdout is not None
+    rank.wait()
+
+    def failed(options: object) -> None:
+        raise ChildFailedError("rlflow", {0: ProcessFailure(0, rank.pid, 1, "")})
+
+    monkeypatch.setattr("torch.distributed.run.run", failed)
+    begin = time.monotonic()
+    assert cli.launch(1, ["train", "c.yaml"]) == 1
+    assert rank.stdout.read() == b""  # which returns when the child has ended, too
+    assert time.monotonic() - begin < 30
 
 
 def test_nproc_checks_before_it_starts_anything(path: str, capsys: pytest.CaptureFixture[str], job: FakeJob) -> None:
