@@ -79,7 +79,7 @@ PARTS = (
     Part("peer", 250, "--limit-s {limit} --beside {scratch}/whole_step", ("vllm", "trl"), "tools.peer_trl_gpu"),
     Part("learning", 300, "--limit-s {limit}", ("vllm", "reasoning_gym")),
     Part("memory", 300, "--limit-s {limit} --out {out}", needs=("vllm",)),
-    Part("grids", 420, "--limit-s {limit}", gpus=2),
+    Part("grids", 560, "--limit-s {limit}", gpus=2),
 )
 
 
