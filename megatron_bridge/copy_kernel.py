@@ -19,11 +19,18 @@ TYPES = {
 }  # fmt: skip
 
 
-def launch(kind: "Kind", table: torch.Tensor) -> None:
-    """Copy the tiles of a table (int64 [tiles, 6], on the device) on the current stream."""
-    copy_tiles[(len(table),)](
-        table, TYPES[kind.source], TYPES[kind.target], kind.vector, kind.rows, kind.columns, num_warps=WARPS
-    )
+def launch(kind: "Kind", table: torch.Tensor, programs: int | None = None) -> None:
+    """Copy the tiles of a table (int64 [tiles, 6], on the device) on the current stream.
+
+    Programs take as much of the device as they find, or there are at most `programs`, so that others find some too.
+    """
+    tiles = len(table)
+    types = TYPES[kind.source], TYPES[kind.target]
+    if programs is None:
+        copy_tiles[(tiles,)](table, *types, kind.vector, kind.rows, kind.columns, num_warps=WARPS)
+    else:
+        grid = (min(programs, tiles),)
+        copy_in_turn[grid](table, tiles, *types, kind.vector, kind.rows, kind.columns, num_warps=WARPS)
 
 
 @triton.jit
@@ -35,8 +42,35 @@ def copy_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One tile a program, in blocks of ROWS × COLUMNS elements; what the table counts in vectors becomes elements."""
-    entry = table + tl.program_id(0) * 6
+    """One tile a program."""
+    copy_tile(table + tl.program_id(0) * 6, SOURCE, TARGET, VECTOR, ROWS, COLUMNS)
+
+
+@triton.jit
+def copy_in_turn(
+    table,
+    tiles,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Every so manieth tile a program, as many as there are programs."""
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        copy_tile(table + tile * 6, SOURCE, TARGET, VECTOR, ROWS, COLUMNS)
+
+
+@triton.jit
+def copy_tile(
+    entry,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile in blocks of ROWS × COLUMNS elements; what the table's entry counts in vectors becomes elements."""
     source = tl.load(entry).to(tl.pointer_type(SOURCE))
     target = tl.load(entry + 1).to(tl.pointer_type(TARGET))
     rows = tl.load(entry + 2)

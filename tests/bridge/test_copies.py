@@ -70,7 +70,10 @@ def test_other_casts_are_left_to_torch() -> None:
 
 
 def check_kernel() -> None:
-    """Run the kernel on host memory, with blocks so small that tiles have several, rows and columns included."""
+    """Run the kernel on host memory, with blocks so small that tiles have several, rows and columns included.
+
+    Each tile has a program, or a few programs take many tiles in turn.
+    """
     from megatron_bridge import copies
     from megatron_bridge.copy_kernel import launch
 
@@ -82,7 +85,7 @@ def check_kernel() -> None:
             continue  # the interpreter truncates where a GPU rounds
         tables, _ = tabulate(case.copies, *case.ends)
         for kind, table in tables.items():
-            launch(kind, torch.from_numpy(table))
+            launch(kind, torch.from_numpy(table), rng.choice([None, 1, 3, 10**6]))
         kinds |= tables.keys()
         assert torch.equal(case.target, case.expected), case
     assert len(kinds) > 12
