@@ -16,7 +16,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from torch import Tensor
 
 from megatron_bridge.boxes import shape_of, volume
 from megatron_bridge.copies import region
-from megatron_bridge.execute import connect
+from megatron_bridge.execute import Transfer, connect
 from megatron_bridge.families import Architecture, load_architecture, read_json
+from megatron_bridge.groups import Group
 from megatron_bridge.layout_options import read_layouts
 from megatron_bridge.layouts import HFLayout, Layout, MegatronLayout, VLLMLayout
 from megatron_bridge.layouts.layout import Unit, canonical_units, tensors_of
@@ -62,13 +63,18 @@ class Bench:
 
     def __init__(self, source: Layout, target: Layout, options: argparse.Namespace, rank: int, device: torch.device):
         self.source, self.target, self.rank, self.device = source, target, rank, device
+        self._ranks_per_node = options.ranks_per_node
         self.dtype, self.train_dtype = DTYPES[options.dtype], DTYPES[options.train_dtype or options.dtype]
         self.held = self._known(source, self.train_dtype)
         self.filled = self._empty(target, self.dtype)
         self.expected = self._known(target, self.dtype)
-        self.transfer = connect(
-            source, self.held, target, self.filled, rank=rank, dtype=self.dtype,
-            bucket_bytes=options.bucket_mib << 20, ranks_per_node=options.ranks_per_node,
+        self.transfer = self.connect(options.bucket_mib)
+
+    def connect(self, bucket_mib: int, group: Group | None = None) -> Transfer:
+        """A transfer that fills the target, in buckets of at most this size."""
+        return connect(
+            self.source, self.held, self.target, self.filled, rank=self.rank, dtype=self.dtype, group=group,
+            bucket_bytes=bucket_mib << 20, ranks_per_node=self._ranks_per_node,
         )  # fmt: skip
 
     def _empty(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -245,7 +251,8 @@ def local(bench: Bench, repeat: int) -> dict[str, Any]:
     }
 
 
-def _arguments() -> argparse.Namespace:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's arguments, by default those that the program was started with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help=f"{', '.join(MODELS)}, or a config.json or its folder")
     parser.add_argument("--layers", type=int, help="another number of layers than the model's")
@@ -257,13 +264,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--local", action="store_true", help="one process, without communication")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if len(options.train) != len(options.rollout):
         parser.error("--train and --rollout need as many layouts")
     return options
 
 
-def _architecture(options: argparse.Namespace) -> Architecture:
+def architecture(options: argparse.Namespace) -> Architecture:
+    """Of the model that is asked for."""
     layers = {"num_hidden_layers": options.layers} if options.layers else {}
     if options.model in MODELS:
         return load_architecture(MODELS[options.model] | layers)
@@ -271,7 +279,8 @@ def _architecture(options: argparse.Namespace) -> Architecture:
     return load_architecture(read_json(path / "config.json" if path.is_dir() else path) | layers)
 
 
-def _layouts(arch: Architecture, options: argparse.Namespace) -> list[tuple[str, str, MegatronLayout, VLLMLayout]]:
+def layouts(arch: Architecture, options: argparse.Namespace) -> list[tuple[str, str, MegatronLayout, VLLMLayout]]:
+    """The pairs that are asked for, each behind its words."""
     pairs = zip(options.train, options.rollout, strict=True)
     return [(train, rollout, *read_layouts(arch, train, rollout, DEFAULT_ORDER)) for train, rollout in pairs]
 
@@ -284,8 +293,8 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
         torch.cuda.set_device(device)
     if not options.local:
         dist.init_process_group("nccl" if on_gpu else "gloo", init_method=store, rank=rank, world_size=world)
-    arch = _architecture(options)
-    for train, rollout, source, target in _layouts(arch, options):
+    arch = architecture(options)
+    for train, rollout, source, target in layouts(arch, options):
         bench = Bench(source, target, options, rank, device)
         found = local(bench, options.repeat) if options.local else reshard(bench, options.repeat)
         if rank == 0:
@@ -298,13 +307,13 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
 
 def main() -> None:
     """Run here, in the processes of torchrun, or in processes of our own."""
-    options = _arguments()
+    options = parse()
     if options.local:
         _run(0, 1, "", options)
     elif "RANK" in os.environ:
         _run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", options)
     else:
-        pairs = _layouts(_architecture(options), options)
+        pairs = layouts(architecture(options), options)
         world = max(rank for *_, source, target in pairs for rank in (*source.ranks, *target.ranks)) + 1
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(_run, (world, f"file://{folder}/store", options), nprocs=world)

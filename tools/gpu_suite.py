@@ -80,6 +80,7 @@ PARTS = (
     Part("learning", 300, "--limit-s {limit}", ("vllm", "reasoning_gym")),
     Part("memory", 300, "--limit-s {limit} --out {out}", needs=("vllm",)),
     Part("grids", 560, "--limit-s {limit}", gpus=2),
+    Part("reshard", 420, "--limit-s {limit}", gpus=2),
 )
 
 

@@ -111,7 +111,7 @@ def to_itself() -> Iterator[Group]:
     group.shutdown()
 
 
-def _exchange(source: dict[str, Tensor], target: dict[str, Tensor], sent: torch.dtype) -> Exchange:
+def exchange_of_rows(source: dict[str, Tensor], target: dict[str, Tensor], sent: torch.dtype) -> Exchange:
     """From a tensor to one of its size, its rows in another order, in many rounds."""
     rows, columns = source["a"].shape
     copies = [
@@ -127,7 +127,7 @@ def _exchange(source: dict[str, Tensor], target: dict[str, Tensor], sent: torch.
 def test_rounds_overlap_without_overtaking(to_itself: Group, sent: torch.dtype) -> None:
     source = {"a": torch.randn(96, MIB + 8, device="cuda")}
     target = {"b": torch.full(source["a"].shape, torch.nan, device="cuda", dtype=torch.bfloat16)}
-    exchange = _exchange(source, target, sent)
+    exchange = exchange_of_rows(source, target, sent)
     order = random.Random(0).sample(range(96), 96)
     for _ in range(3):
         source["a"].normal_()
@@ -141,7 +141,7 @@ def test_rounds_overlap_without_overtaking(to_itself: Group, sent: torch.dtype) 
 
 def test_a_wrong_bit_is_found_on_the_gpu(to_itself: Group) -> None:
     source = {"a": torch.randn(8, MIB, device="cuda")}
-    exchange = _exchange(source, {"b": torch.empty_like(source["a"])}, torch.float32)
+    exchange = exchange_of_rows(source, {"b": torch.empty_like(source["a"])}, torch.float32)
     unpack = exchange.unpack
 
     def harmed(k: int) -> None:
