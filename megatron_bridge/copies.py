@@ -175,7 +175,8 @@ def _classify(rows: Rows, source: torch.dtype, target: torch.dtype) -> tuple[Kin
         width, scale = vector, 1
     counted = Rows(rows.source, rows.target, rows.rows, *(n * scale // width for n in rows[3:]))
     block = BLOCK_BYTES // max(source.itemsize, target.itemsize)
-    fitting = [n for n in NARROWER if block // n >= min(counted.columns * vector, block)]
+    # No block is higher than its region: norms and biases are not worth a launch of their own.
+    fitting = [n for n in NARROWER if n <= rows.rows and block // n >= min(counted.columns * vector, block)]
     return Kind(source, target, vector, fitting[-1], block // fitting[-1]), counted
 
 

@@ -42,7 +42,8 @@ def test_kinds_follow_alignment_and_width() -> None:
     word, block = 8, BLOCK_BYTES // 8
     assert list(_table(1 << 20)) == [Kind(torch.int64, torch.int64, 2, 1, block)]
     assert list(_table(1024, rows=8, gap=1024)) == [Kind(torch.int64, torch.int64, 2, 8, block // 8)]  # 2-KiB rows
-    assert list(_table(64, rows=8, gap=64)) == [Kind(torch.int64, torch.int64, 2, 64, block // 64)]
+    assert list(_table(64, rows=64, gap=64)) == [Kind(torch.int64, torch.int64, 2, 64, block // 64)]
+    assert list(_table(64, rows=7, gap=64)) == list(_table(64)) == list(_table(1 << 20))  # biases go with matrices
     assert next(iter(_table(1 << 20, offset=word // 2)))[:3] == (torch.int64, torch.int64, 1)  # 8 bytes
     assert next(iter(_table(1 << 20, offset=1)))[:3] == (torch.int16, torch.int16, 1)
     assert next(iter(_table(1 << 20, dtype=torch.float32)))[:3] == (torch.float32, torch.bfloat16, 8)
