@@ -68,7 +68,7 @@ class Way:
 SWEEPS = {
     "bucket": tuple(Way(mib) for mib in (64, 128, 256, 512, 1024)),
     "order": tuple(Way(mib, True) for mib in (64, 128, 256, 512)),
-    "programs": tuple(Way(256, before, programs) for before in (False, True) for programs in (33, 66, 132, 264)),
+    "programs": tuple(Way(256, before, programs) for before in (False, True) for programs in (33, 50, 66, 99, 132)),
 }
 
 
