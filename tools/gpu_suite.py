@@ -81,6 +81,9 @@ PARTS = (
     Part("memory", 300, "--limit-s {limit} --out {out}", needs=("vllm",)),
     Part("grids", 560, "--limit-s {limit}", gpus=2),
     Part("reshard", 420, "--limit-s {limit}", gpus=2),
+    Part("grpo_grids", 330, "--limit-s {limit}", needs=("vllm",), gpus=2),
+    Part("placement", 160, "--limit-s {limit}", needs=("vllm",), gpus=2),
+    Part("faults", 280, "--limit-s {limit}", needs=("vllm",), gpus=2),
 )
 
 

@@ -28,10 +28,10 @@ import torch
 from tools.gpu.machine import require_gpu
 from tools.gpu.processes import run_within
 from tools.gpu.report import emit
-from tools.gpu.runs import CHARACTER, MODELS, prompts, steps_of
+from tools.gpu.runs import CHARACTER, MODELS, medians, prompts, steps_of
 from tools.gpu.shapes import save
 from tools.gpu.timing import now
-from tools.gpu.whole_step import WORK, Work, medians
+from tools.gpu.whole_step import WORK, Work
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -14,7 +14,6 @@ response with its prompt.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from rich.table import Table
 from rlflow.tracking.records import Record
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
-from tools.gpu.runs import MODELS, deadline, prompts, steps_of, succeeds, train, write_config
+from tools.gpu.runs import MODELS, deadline, medians, prompts, steps_of, succeeds, train, write_config
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
 
 PEAK_BANDWIDTH = 4.8e12
@@ -100,12 +99,6 @@ def sections(work: Work, steps: int) -> dict[str, dict[str, Any]]:
         "bridge": {"startup_proof": False},  # `tools.gpu.works` has it
         "trainer": {"steps": steps, "prompts_per_step": work.prompts},
     }  # fmt: skip
-
-
-def medians(steps: Sequence[Record]) -> Record:
-    """Of each metric over the steps behind the first, over the only one where there is no other."""
-    counted = steps[1:] or steps
-    return {name: statistics.median(step[name] for step in counted if name in step) for name in counted[-1]}
 
 
 def report(name: str, steps: Sequence[Record], work: Work) -> None:

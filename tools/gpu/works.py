@@ -13,31 +13,36 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rlflow.tracking.records import Record
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
-from tools.gpu.runs import MODELS, deadline, prompts, steps_of, succeeds, train, write_config
+from tools.gpu.runs import (
+    MODELS,
+    Sections,
+    deadline,
+    merged,
+    prompts,
+    steps_of,
+    succeeds,
+    tell,
+    train,
+    write_config,
+)  # fmt: skip
 from tools.gpu.shapes import SHAPES, save
 
 SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=4, vocab_size=16_384)
 """Heads and width of a real model; a checkpoint of it takes a second."""
 LEARNT = ("train/", "actor/", "mismatch/")
 """Metrics that follow from the seed alone, unlike times and memory."""
-LARGEST_KL = 2e-3
-"""Of the log-probs of vLLM and trainer in bfloat16; a wrong weight gives more."""
 PROMPTS, PROMPT, STEPS = 16, 64, 3
-
-Sections = dict[str, dict[str, Any]]
 
 
 def grpo(on_gpu: bool = True) -> Sections:
@@ -67,12 +72,6 @@ def ppo(on_gpu: bool = True) -> Sections:
     return merged(grpo(on_gpu), changes)
 
 
-def merged(sections: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """`changes` over `sections`, key by key."""
-    names = dict.fromkeys([*sections, *changes])
-    return {name: {**sections.get(name, {}), **changes.get(name, {})} for name in names}
-
-
 def differences(one: Sequence[Record], other: Sequence[Record]) -> list[str]:
     """What was learnt otherwise in two runs: "step 2 actor/loss 0.1 0.2"; steps of one alone count too."""
     found = []
@@ -92,24 +91,13 @@ def digest(config: Path) -> str:
     return total.hexdigest()
 
 
-def tell(what: str, config: Path, steps: int) -> bool:
-    """Print the steps that a run has made, with the gap of its log-probs; whether all are there and sound."""
-    records = steps_of(config)
-    seen = records[-1] if records else {}
-    shown = ("mismatch/kl", "actor/grad_norm", "critic/grad_norm", "sync/local_bytes", "time/step", "time/save")
-    told = {key: float(f"{seen[key]:.4g}") for key in shown if key in seen}
-    peak = max((value for key, value in seen.items() if key.startswith("memory/")), default=math.nan)
-    emit("works", what, len(records), "", target=steps, details=told | {"peak_gib": round(peak, 2)})
-    return len(records) == steps and all(record.get("mismatch/kl", math.inf) < LARGEST_KL for record in records)
-
-
 def train_shape(name: str, model: Path, folder: Path, overrides: Sequence[str], until: float) -> bool:
     """PPO of a real model, which needs no second run and no proof that a shallow one has not had."""
     sections = merged(ppo(), {"actor": {"offload": False}, "bridge": {"startup_proof": False, "checksum": False}})
     texts = prompts(PROMPTS * 2, PROMPT)
     config = write_config(folder / name, save(model, name), texts, sections)
     good = train(config, overrides, until=until)
-    return tell(f"PPO {name}: steps", config, 2) and good
+    return tell("works", f"PPO {name}: steps", config, 2) and good
 
 
 class Jobs:
@@ -131,8 +119,8 @@ class Jobs:
         with ThreadPoolExecutor(len(lanes)) as pool:
             ended = [good for future in [pool.submit(lane) for lane in lanes] for good in future.result()]
         told = [
-            tell("GRPO, saved and resumed: steps", self._configs["broken"], STEPS),
-            tell("PPO with critic and reference: steps", self._configs["ppo"], 2),
+            tell("works", "GRPO, saved and resumed: steps", self._configs["broken"], STEPS),
+            tell("works", "PPO with critic and reference: steps", self._configs["ppo"], 2),
             self._tell_differences(),
         ]
         return all(ended + told)
