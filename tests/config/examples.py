@@ -14,8 +14,10 @@ QWEN = ROOT / "tests/config/qwen2.5-7b"
 """config.json of Qwen2.5-7B: 28 heads, 4 key-value heads, 28 layers, 32768 positions, vocabulary 152064."""
 
 
-def write_data(path: Path, rows: int = 64) -> Path:
-    path.write_text("".join(json.dumps({"prompt": f"{i} + 1 =", "answer": i + 1}) + "\n" for i in range(rows)))
+def write_data(path: Path, rows: int = 64, **columns: Any) -> Path:
+    """Rows with a prompt, its answer, and further columns that are the same in all of them."""
+    found = ({"prompt": f"{i} + 1 =", "answer": i + 1, **columns} for i in range(rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
     return path
 
 

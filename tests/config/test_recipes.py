@@ -31,7 +31,7 @@ def test_small_recipes_are_good(name: str, tmp_path: Path) -> None:
     if name == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
     (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
-    data = write_data(tmp_path / "data.jsonl")
+    data = write_data(tmp_path / "data.jsonl", question="", metadata={"source_dataset": "chain_sum"})
     paths = {"model.path": tmp_path, "data.train": data, "data.evaluation": data, "trainer.output_dir": tmp_path}
     overrides = [f"{key}={path}" for key, path in paths.items()]
     config = assemble(read(ROOT / f"configs/{name}.yaml"), overrides, world_size=2)
