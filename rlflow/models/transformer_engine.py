@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 class TransformerEngineAttention(PackedAttention):
-    """As torch's for half precision on a GPU, whole sequences on each rank."""
+    """As torch's for half precision on a GPU, whole sequences on each rank.
+
+    Not where it must be deterministic: to repeat its backward pass it wants fifty gigabytes for a few thousand tokens.
+    """
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
         super().__init__(config, softmax_scale=softmax_scale, pg_collection=pg_collection)
         self.kernel = None
-        if self.context_group is None:
+        if self.context_group is None and not config.deterministic_mode:
             from transformer_engine.pytorch import DotProductAttention
 
             ranks = config.tensor_model_parallel_size

@@ -26,8 +26,9 @@ def run(micro_batch: MicroBatch, dtype: torch.dtype, transformer_engine: bool, s
     *inputs, upstream = (each.to(dtype).detach() for each in states)
     (heads, channels), groups = inputs[0].shape[1:], inputs[1].shape[1]
     config = SimpleNamespace(
-        kv_channels=channels, num_attention_heads=heads, num_query_groups=groups, tensor_model_parallel_size=1
-    )
+        kv_channels=channels, num_attention_heads=heads, num_query_groups=groups, tensor_model_parallel_size=1,
+        deterministic_mode=False,
+    )  # fmt: skip
     ropes = Ropes(Rope(inverse_frequencies(1e4, channels))).to(torch.device("cuda"))
     packed = pack_input(micro_batch, ropes, dtype, Scoring(micro_batch.predict_at, micro_batch.targets))
     attention = (TransformerEngineAttention if transformer_engine else PackedAttention)(config)
