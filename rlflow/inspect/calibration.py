@@ -22,8 +22,7 @@ class Calibration:
     """Factors of what `memory` counts, 1 where a count is exact, and sizes in GiB of what it cannot count."""
 
     libraries: float = 0.6  # GiB: CUDA's context, cuBLAS's workspace, kernels
-    kept_local: float = 1.0  # activations for the backward pass, by megatron's local layer spec
-    kept_te: float = 1.0  # by Transformer Engine's
+    kept: float = 1.0  # activations for the backward pass
     passing: float = 1.0  # activations of a layer in a forward that keeps nothing
     gradients: float = 1.0  # activations' gradients in a layer's backward pass
     logits: float = 1.0

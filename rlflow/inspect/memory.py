@@ -65,18 +65,14 @@ def predict(
     world_size: int,
     calibration: Calibration,
     *,
-    has_transformer_engine: bool,
     with_rollout: bool = True,
 ) -> dict[str, Peak]:
     """The peak of each phase on its worst rank, by the phase's name in the metrics; `config` is a checked one.
 
-    `models` are those of the roles, as `architectures` finds them. `has_transformer_engine`: it is installed where the
-    run will be, and computes the models. `with_rollout=False`: the roles' models alone, as if vLLM were elsewhere.
+    `models` are those of the roles, as `architectures` finds them. `with_rollout=False`: the roles' models alone, as if
+    vLLM were elsewhere.
     """
-    roles = [
-        PlacedRole(config, name, models[name], world_size, has_transformer_engine=has_transformer_engine)
-        for name in role_sections(config)
-    ]
+    roles = [PlacedRole(config, name, models[name], world_size) for name in role_sections(config)]
     rollout = PlacedRollout(config, models["actor"], world_size) if with_rollout else None
     peaks: dict[str, Peak] = {}
     for rank in range(world_size):
@@ -182,10 +178,10 @@ class _Rank:
 
     def _trained(self, role: PlacedRole) -> Parts:
         """Of a forward and backward pass: the head and the last layer take turns with what comes on top."""
-        one, kept = role.one_micro_batch(self._rank), role.kept_coefficient
-        top = [Part("a layer's backward pass", one.gradients, "gradients"), Part("a layer again", one.again, kept)]
+        one = role.one_micro_batch(self._rank)
+        top = [Part("a layer's backward pass", one.gradients, "gradients"), Part("a layer again", one.again, "kept")]
         return [
-            Part("activations", one.kept * role.in_flight(self._rank), kept),
+            Part("activations", one.kept * role.in_flight(self._rank), "kept"),
             *self._larger(top, [Part("logits", one.logits, "logits")]),
         ]
 

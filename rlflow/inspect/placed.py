@@ -16,7 +16,7 @@ from rlflow.config.ranks import rank_list
 from rlflow.config.roles import TRAINED, data_parallel_size
 from rlflow.config.schema import Config, Optimizer, Role
 from rlflow.inspect.activations import Activations, Rows, activations, widths
-from rlflow.models import layer_spec, split_layers
+from rlflow.models import split_layers
 from rlflow.roles.graphs import row_multiple
 from rlflow.rollout.vllm_process import cache_bytes
 
@@ -30,9 +30,7 @@ PREFILL_TOKENS = 16_384
 class PlacedRole:
     """One role of a run on the ranks of its grid, in the dtype of the run."""
 
-    def __init__(
-        self, config: Config, name: str, arch: Architecture, world_size: int, *, has_transformer_engine: bool
-    ) -> None:
+    def __init__(self, config: Config, name: str, arch: Architecture, world_size: int) -> None:
         self.name, self.arch, self._config = name, arch, config
         self.role: Role = getattr(config, name)
         self.itemsize = ITEM_BYTES[config.model.dtype]
@@ -40,31 +38,20 @@ class PlacedRole:
         replicas = data_parallel_size(self.role, len(ranks))
         assert replicas, "the configuration's check refuses ranks that hold no whole replicas"
         self.replicas = replicas
-        self.uses_transformer_engine = self._takes_transformer_engine(has_transformer_engine)
         self.layout = self._layout(ranks)
-
-    def _takes_transformer_engine(self, is_there: bool) -> bool:
-        """As an engine decides: `is_there` tells whether it is installed and computes the model."""
-        by_default, asked = is_there and self._config.model.dtype != "float32", self.role.transformer_engine
-        return by_default if asked is None else asked
 
     def _layout(self, ranks: tuple[int, ...]) -> MegatronLayout:
         role, virtual = self.role, self.role.virtual_pipeline_parallel_size
         return MegatronLayout(
             self.arch, role.tensor_parallel_size, role.pipeline_parallel_size, self.replicas, ranks, role.order,
             split_layers(self.arch, role.pipeline_parallel_size) if virtual == 1 else (),
-            spec=layer_spec(self.arch, self.uses_transformer_engine), vpp=virtual, cp=role.context_parallel_size,
-            ep=role.expert_parallel_size, etp=role.expert_tensor_parallel_size,
+            vpp=virtual, cp=role.context_parallel_size, ep=role.expert_parallel_size,
+            etp=role.expert_tensor_parallel_size,
         )  # fmt: skip
 
     @property
     def is_trained(self) -> bool:
         return self.name in TRAINED
-
-    @property
-    def kept_coefficient(self) -> str:
-        """Of a calibration, for the activations that its layers keep."""
-        return "kept_te" if self.layout.spec == "te" else "kept_local"
 
     def state(self, rank: int) -> dict[str, float]:
         """Bytes of weights, and of a trained role's gradients and optimizer, by these names."""

@@ -41,10 +41,10 @@ def configuration(**sections: dict[str, Any]) -> Config:
     return config
 
 
-def peaks(config: Config, world_size: int = 1, *, transformer_engine: bool = False, **options: Any) -> dict[str, Peak]:
+def peaks(config: Config, world_size: int = 1, **options: Any) -> dict[str, Peak]:
     policy = qwen2()
     models = dict.fromkeys(("actor", "reference", "reward_model"), policy) | {"critic": with_score_head(policy)}
-    return predict(config, models, world_size, EXACT, has_transformer_engine=transformer_engine, **options)
+    return predict(config, models, world_size, EXACT, **options)
 
 
 def parts(peak: Peak) -> dict[str, float]:
@@ -132,18 +132,6 @@ def test_graphs_keep_their_activations_between_steps() -> None:
     graphed = peaks(configuration(actor={"cuda_graphs": True}))
     assert parts(graphed["generate"])["activations"] == parts(graphed["update/actor"])["activations"]
     assert "activations" not in parts(peaks(configuration())["generate"])
-
-
-def test_the_spec_decides_whose_coefficient_counts() -> None:
-    """Transformer Engine's layers are those of models with experts."""
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    for changes, has_it, coefficient in (
-        (experts, True, "kept_te"), (experts, False, "kept_local"), ({}, True, "kept_local"),
-    ):  # fmt: skip
-        found = predict(
-            configuration(), {"actor": qwen2(**changes)}, 1, EXACT, has_transformer_engine=has_it, with_rollout=False
-        )
-        assert coefficient in {part.coefficient for part in found["update/actor"].parts}
 
 
 def test_a_shared_prompt_is_computed_once_and_its_keys_are_there_for_each_response() -> None:

@@ -15,23 +15,21 @@ from tools.gpu.memory import CASES, WHOLE_RUNS, finished_run, given_runs, write
 from tools.gpu.shapes import SHAPES
 
 TRUE = Calibration(
-    libraries=0.5, kept_local=0.9, kept_te=1.1, passing=1.3, gradients=1.2, logits=1.1, rollout=2.0,
+    libraries=0.5, kept=0.9, passing=1.3, gradients=1.2, logits=1.1, rollout=2.0,
     sampling=0.9, prefill=1.2,
 )  # fmt: skip
 
 
 def made_with(calibration: Calibration) -> list[Measured]:
     """All that the tool measures, as it would come out if these coefficients were exact."""
-    plans = [Measured(str(case), case.shape, case.sections(), True, False, {}) for case in CASES]
-    plans += [Measured(what, shape, sections, True, True, {}) for what, (shape, sections) in WHOLE_RUNS.items()]
+    plans = [Measured(str(case), case.shape, case.sections(), False, {}) for case in CASES]
+    plans += [Measured(what, shape, sections, True, {}) for what, (shape, sections) in WHOLE_RUNS.items()]
     return [replace(plan, gib=peaks_of(plan, calibration)) for plan in plans]
 
 
 def peaks_of(plan: Measured, calibration: Calibration) -> dict[str, float]:
     models = dict.fromkeys(("actor", "reference"), architecture(plan.shape))
-    found = predict(
-        plan.run(), models, 1, calibration, has_transformer_engine=True, with_rollout=plan.with_rollout
-    )  # fmt: skip
+    found = predict(plan.run(), models, 1, calibration, with_rollout=plan.with_rollout)
     return {phase: peak.total(calibration) / GIB for phase, peak in found.items()}
 
 
@@ -41,8 +39,7 @@ def test_coefficients_are_found_from_the_peaks_that_they_make() -> None:
     assert len({one.what for one in measured}) == len(measured) >= 6
     found = fit(measured)
     assert max(one.largest_error(found) for one in measured) < 0.003
-    for name in ("kept_local", "kept_te"):
-        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.03)
+    assert found.kept == pytest.approx(TRUE.kept, rel=0.03)
     assert found.rollout == pytest.approx(TRUE.rollout, abs=0.1)
 
 
@@ -50,7 +47,7 @@ def test_whole_runs_are_good_configurations() -> None:
     """But for what the tool writes to files: model, data, rewards."""
     files = ("model.", "data.", "trainer.output_dir", "rewards")
     for what, (shape, sections) in WHOLE_RUNS.items():
-        faults = check(Measured(what, shape, sections, True, True, {}).run(), 1, "train")
+        faults = check(Measured(what, shape, sections, True, {}).run(), 1, "train")
         assert not [fault for fault in faults if not fault.key.startswith(files)]
 
 
@@ -74,8 +71,8 @@ def test_a_written_calibration_is_what_predictions_take(tmp_path: Path) -> None:
     write(tmp_path / "calibration.json", [], TRUE)
     assert load_calibration(tmp_path / "calibration.json") == TRUE
     load_calibration()  # the one of the package
-    (tmp_path / "calibration.json").write_text('{"coefficients": {"kept": 1.0}, "measurements": []}')
-    with pytest.raises(UserError, match="coefficients kept are unknown"):
+    (tmp_path / "calibration.json").write_text('{"coefficients": {"held": 1.0}, "measurements": []}')
+    with pytest.raises(UserError, match="coefficients held are unknown"):
         load_calibration(tmp_path / "calibration.json")
     (tmp_path / "calibration.json").write_text("[]")
     with pytest.raises(UserError, match="must hold coefficients"):

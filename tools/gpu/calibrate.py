@@ -35,7 +35,6 @@ class Measured:
     what: str
     shape: str  # of `tools.gpu.shapes`
     config: dict[str, dict[str, Any]]  # the keys that are not at their defaults
-    transformer_engine: bool  # whether it is installed
     with_rollout: bool
     gib: dict[str, float]  # by phase
 
@@ -51,10 +50,7 @@ class Measured:
         config = self.run()
         policy = architecture(self.shape)
         models = {name: with_score_head(policy) if name == "critic" else policy for name in role_sections(config)}
-        found = predict(
-            config, models, 1, calibration, has_transformer_engine=self.transformer_engine,
-            with_rollout=self.with_rollout,
-        )  # fmt: skip
+        found = predict(config, models, 1, calibration, with_rollout=self.with_rollout)
         return {phase: found[phase] for phase in self.gib if phase in found}
 
     def errors(self, calibration: Calibration) -> dict[str, float]:

@@ -3,7 +3,8 @@
     python -m tools.gpu.correctness [--jobs 8] [--limit-s 280] [-k EXPRESSION]
 
 Each file of tests/gpu is a process of its own, several at a time on the same GPU; what compares how much of its memory
-is free before and after runs before all others, alone. Logs are printed of files with failures only, and kept in --out.
+is free before and after runs before all others, alone, in at most a third of the time. Logs are printed of files with
+failures only, and kept in --out.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def run_file(file: Path, out: Path, end: float, expression: str) -> Tally:
 
 
 def run_all(files: Sequence[Path], out: Path, limit: float, jobs: int, expression: str) -> dict[Path, Tally]:
-    call = partial(run_file, out=out, end=time.monotonic() + limit, expression=expression)
-    tallies = {file: call(file) for file in files if file.name in ALONE}
+    begin = time.monotonic()
+    call = partial(run_file, out=out, expression=expression)
+    tallies = {file: call(file, end=begin + limit / 3) for file in files if file.name in ALONE}
+    call = partial(call, end=begin + limit)
     others = [file for file in files if file not in tallies]
     with ThreadPoolExecutor(jobs) as pool:
         return tallies | dict(zip(others, pool.map(call, others), strict=True))

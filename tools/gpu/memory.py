@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import sys
@@ -64,7 +63,6 @@ class Case:
     """What is to be measured."""
 
     shape: str
-    spec: str  # "te": with Transformer Engine, "local": without
     tokens: int = 16_384  # of a micro-batch
     n: int = 1  # responses that share a prompt
     actor: dict[str, Any] = field(default_factory=dict)
@@ -72,16 +70,13 @@ class Case:
     def __str__(self) -> str:
         options = [f"{name} {value}" for name, value in self.actor.items()]
         shared = [f"{self.n} responses a prompt"] if self.n > 1 else []
-        return ", ".join([f"{self.shape} {self.spec} {self.tokens}", *shared, *options])
+        return ", ".join([f"{self.shape} {self.tokens}", *shared, *options])
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Of a configuration with two full micro-batches in each optimizer step."""
         samples = 2 * self.tokens // (PROMPT + RESPONSE - 1)
         return {
-            "actor": {
-                "micro_batch_tokens": self.tokens, "transformer_engine": self.spec == "te",
-                "share_prompts": self.n > 1, **self.actor,
-            },
+            "actor": {"micro_batch_tokens": self.tokens, "share_prompts": self.n > 1, **self.actor},
             "algorithm": {"mini_batches": 1, "epochs": 2},  # two steps a rollout: the actor predicts, too
             "rollout": {
                 "n": self.n, "max_prompt_length": PROMPT, "max_response_length": RESPONSE, "ignore_eos": True,
@@ -91,19 +86,19 @@ class Case:
 
 
 CASES = (
-    Case("0.5b", "te"),
-    Case("1.5b", "te"),
-    Case("7b8", "te"),
-    Case("1.5b", "local", 8192, actor={"logprob_chunk_tokens": 8192}),
-    Case("7b8", "local", 8192, actor={"recompute": "full"}),
-    Case("0.5b", "te", 16_384, actor={"cuda_graphs": True}),
-    Case("0.5b", "te", 8192, actor={"offload": True}),
-    Case("0.5b", "te", 16_384, n=8),
-    Case("0.5b", "te", 32_768, actor={"recompute": "full", "logprob_chunk_tokens": 16_384}),
-    Case("1.5b", "local", 16_384, actor={"cuda_graphs": True}),
-    Case("1.5b", "te", 8192, actor={"recompute": "selective"}),
-    Case("1.5b", "local", 8192, n=8),
-    Case("7b8", "te", 4096, actor={"logprob_chunk_tokens": 4096}),
+    Case("0.5b"),
+    Case("1.5b"),
+    Case("7b8"),
+    Case("1.5b", 8192, actor={"logprob_chunk_tokens": 8192}),
+    Case("7b8", 8192, actor={"recompute": "full"}),
+    Case("0.5b", 16_384, actor={"cuda_graphs": True}),
+    Case("0.5b", 8192, actor={"offload": True}),
+    Case("0.5b", 16_384, n=8),
+    Case("0.5b", 32_768, actor={"recompute": "full", "logprob_chunk_tokens": 16_384}),
+    Case("1.5b", 16_384, actor={"cuda_graphs": True}),
+    Case("1.5b", 8192, actor={"recompute": "selective"}),
+    Case("1.5b", 8192, n=8),
+    Case("7b8", 4096, actor={"logprob_chunk_tokens": 4096}),
 )
 
 WHOLE_RUNS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
@@ -160,10 +155,10 @@ def phases_of(record: dict[str, float], left: float = 0.0) -> dict[str, float]:
 
 def measure_engines(cases: Sequence[Case], end: float) -> tuple[list[Measured], int]:
     """The cases until the time is up, and how many failed."""
-    measured, failed, world, has_te = [], 0, World("nccl"), is_installed("transformer_engine")
+    measured, failed, world = [], 0, World("nccl")
     for case in cases:
-        wanted = Measured(str(case), case.shape, case.sections(), has_te, False, {})
-        if (case.spec == "te" and not has_te) or time.monotonic() > end:
+        wanted = Measured(str(case), case.shape, case.sections(), False, {})
+        if time.monotonic() > end:
             print(f"not measured: {case}", flush=True)
             continue
         begin = time.monotonic()
@@ -211,8 +206,7 @@ def finished_run(folder: Path, what: str, shape: str | None = None) -> Measured:
     """What a run has measured in its last step, and of what; its shape is found by its model where it is not given."""
     config, _ = interpret(read(folder / "config.yaml"))
     peaks = phases_of(read_records(folder)[-1])
-    return Measured(what, shape or shape_of(config.model.path), changed(config), is_installed("transformer_engine"),
-                    True, peaks)  # fmt: skip
+    return Measured(what, shape or shape_of(config.model.path), changed(config), True, peaks)
 
 
 def given_runs(folders: Sequence[Path]) -> list[Measured]:
@@ -246,10 +240,6 @@ def changed(config: Config) -> dict[str, dict[str, Any]]:
             if defaults[key] is not MISSING and value != defaults[key] and key not in NOT_KEPT
         }  # fmt: skip
     return {name: keys for name, keys in sections.items() if keys}
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def report(measured: Sequence[Measured], coefficients: Calibration) -> None:
