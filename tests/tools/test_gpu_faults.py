@@ -25,7 +25,7 @@ TINY: Sections = {
     "actor": {"micro_batch_tokens": 256},
     "rollout": {"n": 4, "max_prompt_length": 48, "max_response_length": 12, "kv_cache_gib": 0.1},
     "bridge": {"startup_proof": False},
-    "trainer": {"steps": STEPS, "prompts_per_step": 6, "save_every": SAVED},
+    "trainer": {"steps": STEPS, "prompts_per_step": 6, "save_every": SAVED, "export": False},
 }
 
 

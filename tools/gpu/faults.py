@@ -11,6 +11,7 @@ time take about two minutes; overrides go to `rlflow train`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,18 +43,17 @@ from tools.gpu.runs import (
     train_command,
     write_config,
 )
-from tools.gpu.shapes import SHAPES, save
+from tools.gpu.shapes import save
+from tools.gpu.works import SHAPE
 
 RANKS = 2
-SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=8, vocab_size=16_384)
-"""Heads and width of a real model; a checkpoint of it takes seconds."""
 PROMPTS, PROMPT, STEPS, SAVED = 64, 64, 4, 2
 """A step's prompts, their tokens, the steps of a run, and the step that it has saved when it loses a rank."""
 TARGET = 30.0
 """Seconds from the kill to the end of the last process."""
 PATIENCE = 60.0  # seconds that the last process may take, before it is ended from here
 DEEP = 0.1  # seconds that a phase has lasted when the rank is killed
-LOOK = 0.02  # seconds between looks at processes
+LOOK = 0.05  # seconds between looks at processes
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def grpo() -> Sections:
             "max_num_seqs": 256, "sleep_level": 2,
         },
         "bridge": {"checksum": True},
-        "trainer": {"steps": STEPS, "prompts_per_step": PROMPTS, "save_every": SAVED},
+        "trainer": {"steps": STEPS, "prompts_per_step": PROMPTS, "save_every": SAVED, "export": False},
     }  # fmt: skip
 
 
@@ -148,7 +148,8 @@ def lose(config: Path, note: Path, overrides: Iterable[str], until: float) -> En
         left = _living(seen)
         shown = tuple(_command_line(process) for process in left)
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     return Ended(*ended, shown, killed["place"], _end_of(log), launcher.returncode)
 
 
@@ -207,9 +208,10 @@ def report(fault: Fault, ended: Ended) -> bool:
             "killed at": ended.place, "left": list(ended.left) or "nothing",
         },
     )  # fmt: skip
-    if not named or ended.left:
+    good = named and not ended.left and ended.code == 1
+    if not good or ended.everything > TARGET:
         print(ended.said, flush=True)
-    return named and not ended.left and ended.code == 1
+    return good
 
 
 def go_on(fault: Fault, config: Path, overrides: Sequence[str], until: float) -> bool:
