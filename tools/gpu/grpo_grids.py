@@ -62,7 +62,7 @@ ROLLOUT: dict[str, dict[str, Any]] = {"TP2": {"tensor_parallel_size": 2}, "TP1 Ã
 
 @dataclass(frozen=True)
 class Pair:
-    """A grid of the trainer and the layout of vLLM; the first on which both are on one GPU."""
+    """A grid of the trainer and the layout of vLLM on two GPUs; without names both are on one."""
 
     train: str = ""
     rollout: str = ""
