@@ -46,10 +46,10 @@ class TransformerEngineAttention(PackedAttention):
         return self.kernel(
             query, key, value, attn_mask_type=mask,
             cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_kv=packed.cu_seqlens_kv,
-            max_seqlen_q=_power_of_two(packed.max_seqlen_q), max_seqlen_kv=_power_of_two(packed.max_seqlen_kv),
+            max_seqlen_q=_bound(packed.max_seqlen_q), max_seqlen_kv=_bound(packed.max_seqlen_kv),
         )  # fmt: skip
 
 
-def _power_of_two(length: int) -> int:
-    """The next one: kernels are planned anew for each bound of the sequences' lengths, so there should be few."""
-    return 1 << max(length - 1, 0).bit_length()
+def _bound(length: int) -> int:
+    """Of the sequences' lengths, which need not be tight: older versions of cuDNN want a multiple of 64."""
+    return -(-length // 64) * 64
