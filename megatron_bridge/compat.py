@@ -58,7 +58,7 @@ def take_write_results_here() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    if filesystem_async._results_queue is None:
+    if getattr(filesystem_async, "_results_queue", False) is None:
         filesystem_async._results_queue = queue.SimpleQueue()
 
 

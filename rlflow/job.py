@@ -170,7 +170,6 @@ def start(config: Config) -> None:
         logging.getLogger(package).setLevel(level)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -221,7 +220,7 @@ def look_at_weights(config: Config) -> None:
 
 
 def look_at_layers(config: Config) -> None:
-    """Refuse layers that cannot be had here before vLLM starts."""
+    """Refuse Transformer Engine where it cannot be had before vLLM starts."""
     for name, role in role_sections(config).items():
         architecture = load_architecture(role_path(config, name))
         dtype = getattr(torch, config.model.dtype)

@@ -27,7 +27,7 @@ def test_weight_files_of_every_role_are_looked_at_first(tmp_path: Path, tiny_mod
 
 
 def test_layers_that_cannot_be_had_are_refused_by_their_role_s_key(tiny_model: Callable[..., Path]) -> None:
-    """Transformer Engine needs a GPU; without being asked for its layers are left out."""
+    """Transformer Engine needs a GPU; without being asked for it is left out."""
     model = Model(str(tiny_model("qwen2")))
     job.look_at_layers(Config(model))
     with pytest.raises(UserError, match=r"actor\.transformer_engine.*is not installed for the device and dtype"):

@@ -81,8 +81,8 @@ class Role:
         2048, minimum=1,
     )  # fmt: skip
     transformer_engine: bool | None = key(
-        "Use Transformer Engine: its attention, and in a model with experts its layers; null: where it is installed "
-        "and computes the model.", None,
+        "Use Transformer Engine: its attention, but for deterministic or context-parallel models, and the layers of "
+        "models with experts; null: where it is installed and computes the model.", None,
     )  # fmt: skip
     cuda_graphs: bool = key(
         "Capture the forward and backward pass of a micro-batch once for a shape and replay it, which pays where "

@@ -185,7 +185,7 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, batch: SegmentBatch
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention of the local layer spec, for input that comes with a `PackedInput`.
+    """Core attention by torch's kernels, for input that comes with a `PackedInput`.
 
     `pg_collection.cp` are the ranks over which the rows of each micro-batch are divided.
     """

@@ -75,7 +75,7 @@ def transformer_config(
     _check(arch, grid, stages, recompute)
     _check_virtual(arch, grid, virtual_pipeline)
     _check_experts(arch, grid, sequence_parallel)
-    variant = variant_of(arch)
+    variant, spec = variant_of(arch), layer_spec(arch, transformer_engine)
     values: dict[str, Any] = {
         "tensor_model_parallel_size": grid.tp,
         "pipeline_model_parallel_size": grid.pp,
@@ -86,13 +86,13 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "deterministic_mode": deterministic,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
-        "gradient_accumulation_fusion": layer_spec(arch, transformer_engine) == "local" and add_weight_gradients(dtype),
+        "gradient_accumulation_fusion": spec == "local" and add_weight_gradients(dtype),
     }
     if virtual_pipeline > 1:
         values |= _INTERLEAVED | {"virtual_pipeline_model_parallel_size": virtual_pipeline}
     elif stages is not None and grid.pp > 1:
         values |= {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
-    values |= _ALWAYS | _RECOMPUTE[recompute] | _layer_values(arch) | _expert_values(arch, grid, transformer_engine)
+    values |= _ALWAYS | _RECOMPUTE[recompute] | _layer_values(arch) | _expert_values(arch, grid, grouped=spec == "te")
     return variant.config(**(values | variant.values(arch)))
 
 
@@ -110,7 +110,7 @@ def _layer_values(arch: Architecture) -> dict[str, Any]:
     }
 
 
-def _expert_values(arch: Architecture, grid: Grid, transformer_engine: bool) -> dict[str, Any]:
+def _expert_values(arch: Architecture, grid: Grid, *, grouped: bool) -> dict[str, Any]:
     """Routed and shared experts; every token reaches all that its router chose. `expert_load` evens them out."""
     if (experts := arch.experts) is None:
         return {}
@@ -130,7 +130,7 @@ def _expert_values(arch: Architecture, grid: Grid, transformer_engine: bool) -> 
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": transformer_engine,
+        "moe_grouped_gemm": grouped,
         "expert_model_parallel_size": grid.ep,
         "expert_tensor_parallel_size": grid.etp,
         **(groups if experts.groups > 1 else {}),

@@ -1,4 +1,4 @@
-"""The layers of a pipeline stage: megatron-core's layer specs, the local ones with our modules.
+"""The layers of a pipeline stage: megatron-core's layer specs with our attention, the local ones with our modules.
 
 What a kind of layer is (dense, or with routed experts) comes from the architecture; what a family has in another way
 than Llama comes from its `Variant`, which is looked up here and nowhere else.
@@ -61,7 +61,7 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [_layer(arch, config, number) for number in range(first, first + count)]
-    norm = TENorm if layer_spec(arch, _uses_transformer_engine(config)) == "te" else variant_of(arch).norm
+    norm = TENorm if _spec(arch, config) == "te" else variant_of(arch).norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -73,30 +73,30 @@ def _layer(arch: Architecture, config: TransformerConfig, number: int) -> Module
         "multi_latent_attention": config.multi_latent_attention,
     }
     variant = variant_of(arch)
-    if layer_spec(arch, _uses_transformer_engine(config)) == "te":
+    if _spec(arch, config) == "te":
         spec = get_gpt_layer_with_transformer_engine_spec(**common, use_te_activation_func=True)
-        spec.submodules.self_attention.module = PackedSelfAttention
-        spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
     else:
         spec = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
-        _put_in(spec.submodules, variant, config)
+        _put_in(spec.submodules, variant, config.qk_layernorm)
+    attention = spec.submodules.self_attention
+    attention.module = PackedSelfAttention
+    uses_kernels = config.transformer_impl == "transformer_engine"
+    attention.submodules.core_attention = TransformerEngineAttention if uses_kernels else variant.attention
     if arch.has_experts(number):
         described(spec.submodules.mlp).router = ExpertRouter
     variant.change(spec, arch, config, number)
     return spec
 
 
-def _uses_transformer_engine(config: TransformerConfig) -> bool:
-    return config.transformer_impl == "transformer_engine"
+def _spec(arch: Architecture, config: TransformerConfig) -> Literal["local", "te"]:
+    return layer_spec(arch, config.transformer_impl == "transformer_engine")
 
 
-def _put_in(layer: Any, variant: Variant, config: TransformerConfig) -> None:
-    """Our modules in a layer of the local spec."""
+def _put_in(layer: Any, variant: Variant, qk_norm: bool) -> None:
+    """Our norms and activation in a layer of the local spec."""
     layer.input_layernorm = layer.pre_mlp_layernorm = leading(variant.norm)  # type: ignore[arg-type]
-    layer.self_attention.module = PackedSelfAttention
-    attention = layer.self_attention.submodules
-    attention.core_attention = TransformerEngineAttention if _uses_transformer_engine(config) else variant.attention
-    if config.qk_layernorm:
+    if qk_norm:
+        attention = layer.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = variant.norm
     for mlp in mlp_submodules(layer.mlp):
         mlp.activation_func = variant.activation

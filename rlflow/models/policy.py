@@ -30,12 +30,12 @@ Model = TypeVar("Model", bound=GPTModel)
 
 
 def fits_transformer_engine(arch: Architecture) -> bool:
-    """Whether the Transformer Engine spec computes a model's layers."""
+    """Whether Transformer Engine computes a model's attention, and its experts."""
     return variant_of(arch).transformer_engine
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether the Transformer Engine spec can be used; its packed attention has no float32 kernel."""
+    """Whether Transformer Engine can be used; its attention of packed sequences has no float32 kernel."""
     return (
         device().type == "cuda"
         and dtype != torch.float32

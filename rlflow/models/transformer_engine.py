@@ -6,6 +6,7 @@ kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,23 +19,24 @@ if TYPE_CHECKING:
 
 
 class TransformerEngineAttention(PackedAttention):
-    """As torch's for half precision on a GPU, whole sequences on each rank.
+    """`PackedAttention` in half precision on a GPU, with other kernels where each rank has whole sequences.
 
     Not where it must be deterministic: to repeat its backward pass it wants fifty gigabytes for a few thousand tokens.
     """
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
         super().__init__(config, softmax_scale=softmax_scale, pg_collection=pg_collection)
-        self.kernel = None
+        self.kernel: Callable[..., Tensor] | None = None
         if self.context_group is None and not config.deterministic_mode:
             from transformer_engine.pytorch import DotProductAttention
 
             ranks = config.tensor_model_parallel_size
+            # No submodule: it has no weights, and its extra state would be asked of every checkpoint.
             self.kernel = DotProductAttention(
                 config.num_attention_heads // ranks, config.kv_channels,
                 num_gqa_groups=max(1, config.num_query_groups // ranks), attention_dropout=0.0, qkv_format="thd",
                 softmax_scale=self.scale,
-            )  # fmt: skip
+            ).__call__  # fmt: skip
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedInput) -> Tensor:
         if self.kernel is None:

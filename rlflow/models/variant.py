@@ -34,8 +34,8 @@ class Variant:
 
     `values` are fields of the config besides the common ones, or instead of them; `config` is the class that has them.
     `change` may put other modules into the spec of layer `number` (from 0, over all stages), or make it a spec of
-    another layer class. `norm`, `attention` (the core one) and `activation` are modules of the local spec, `embedding`
-    is the first stage's. `transformer_engine` says whether Transformer Engine's spec computes these layers too.
+    another layer class. `norm`, `attention` (the core one) and `activation` are modules of the layers, `embedding`
+    is the first stage's. `transformer_engine` says whether that has kernels for their attention too.
     """
 
     values: Callable[[Architecture], dict[str, Any]] = _no_values

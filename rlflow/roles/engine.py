@@ -65,11 +65,11 @@ class Engine:
     Making one is collective over the job; ranks outside the grid hold no model and take part in nothing but that.
     `share_prompts` asks for prompts to be computed once; the attribute says whether the attention allows it.
     `routing` is the shape of the batches' field of that name, from which routers then take their choice of experts.
-    `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` chooses the layer
-    spec, None: Transformer Engine's where it can be used. With `offload` each pass brings what it needs to the GPU and
+    `virtual_pipeline` is the number of chunks of layers on each pipeline stage. `transformer_engine` is used as
+    `models.layer_spec` says, with None where it can be. With `offload` each pass brings what it needs to the GPU and
     away again, unless `residency` is told to keep it there. `cuda_graphs` replays micro-batches on a GPU, for a dense
     model that is whole on its rank and stays there. `exact_logits` are float32 ones of half-precision factors. Raises
-    UserError where layers are asked for that cannot be had.
+    UserError where Transformer Engine is asked for and cannot be had.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ def _routing_shape(arch: Architecture) -> RoutingShape:
 def takes_transformer_engine(
     asked: bool | None, arch: Architecture, dtype: torch.dtype, key: str = "transformer_engine"
 ) -> bool:
-    """Whether its layers are taken: by default where they can be. UserError about `key` where they were asked for."""
+    """Whether it is used: by default where it can be. UserError about `key` where it was asked for and cannot."""
     lacks = {
         "is not installed for the device and dtype": not has_transformer_engine(dtype),
         "does not compute this model": not fits_transformer_engine(arch),
@@ -382,9 +382,10 @@ def takes_transformer_engine(
 
 
 def _layout(arch: Architecture, grid: Grid, virtual_pipeline: int, transformer_engine: bool) -> MegatronLayout:
+    spec = layer_spec(arch, transformer_engine)
     return MegatronLayout(
         arch, grid.tp, grid.pp, grid.dp, grid.ranks, "-".join(grid.order),
         split_layers(arch, grid.pp) if virtual_pipeline == 1 else (),
-        spec=layer_spec(arch, transformer_engine), vpp=virtual_pipeline, cp=grid.cp, ep=grid.ep, etp=grid.etp,
-        experts="grouped" if transformer_engine else "sequential",
+        spec=spec, vpp=virtual_pipeline, cp=grid.cp, ep=grid.ep, etp=grid.etp,
+        experts="grouped" if spec == "te" else "sequential",
     )  # fmt: skip

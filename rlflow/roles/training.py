@@ -133,7 +133,7 @@ def _name_expert_replicas(chunk: Model) -> None:
 
 
 def _add_products_to_gradients(chunk: Model) -> None:
-    """Let Transformer Engine's linear layers add to float32 gradients while they multiply.
+    """Let Transformer Engine's linear layers, as models with experts have them, add to gradients while they multiply.
 
     A frozen model has no such gradients, which the config cannot know; grouped experts are left as they are.
     """

@@ -90,7 +90,7 @@ needs_transformer_engine = pytest.mark.skipif(
 )
 
 SPECS = [
-    pytest.param(False, id="local spec"),
+    pytest.param(False, id="torch"),
     pytest.param(True, id="Transformer Engine", marks=needs_transformer_engine),
 ]
 """Values of `transformer_engine`."""

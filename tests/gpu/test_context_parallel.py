@@ -106,7 +106,7 @@ def test_bfloat16_over_two_ranks_stays_as_near_float32_as_on_one(
 
 @two_gpus
 @needs_transformer_engine
-def test_transformer_engine_s_layers_over_two_ranks(gpus: World, qwen: Path) -> None:
+def test_torch_s_kernel_is_in_transformer_engine_s_place_over_two_ranks(gpus: World, qwen: Path) -> None:
     """Log-probs as near to float32 as on one rank, and the gradient's norm of a step."""
     batch, cp2 = ranks.long_batch(), {"context": 2}
     exact = gpus(1, ranks.log_probs, qwen, torch.float32, batch)[0]

@@ -1,4 +1,4 @@
-"""On one GPU: exactness in float32, both layer specs in bfloat16, vLLM with CUDA graphs and sleep, and whole runs."""
+"""On one GPU: exactness in float32, bfloat16, vLLM with CUDA graphs and sleep, and whole runs."""
 
 import importlib.util
 from collections.abc import Callable

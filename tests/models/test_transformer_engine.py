@@ -15,6 +15,7 @@ from rlflow.models.transformer_engine import TransformerEngineAttention
 from tests.roles.samples import random_batch
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
+MADE: list[Any] = []  # the last kernel
 
 
 class Kernel(torch.nn.Module):
@@ -24,10 +25,14 @@ class Kernel(torch.nn.Module):
         super().__init__()
         self.heads, self.channels, self.how = heads, channels, how
         self.given: dict[str, Any] = {}
+        MADE[:] = [self]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **sequences: Any) -> Tensor:
         self.given = {"keys": key, **sequences}
         return torch.full_like(query, 7.0).flatten(1)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros(1)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["prompts shared", "prompts repeated"])
@@ -48,8 +53,7 @@ def test_sequences_are_its_own_and_see_their_prompts(monkeypatch: pytest.MonkeyP
     rows = len(micro_batch.token_ids)
     query, key, value = (torch.randn(rows, 1, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS))
     out = attention(query, key, value, None, packed_seq_params=packed)
-    kernel = attention.kernel
-    assert isinstance(kernel, Kernel)
+    (kernel,) = MADE
     assert out.shape == (rows, 1, HEADS * CHANNELS)
     assert (out == 7).all()
     assert (kernel.heads, kernel.channels, kernel.how["num_gqa_groups"]) == (HEADS, CHANNELS, GROUPS)
@@ -60,3 +64,14 @@ def test_sequences_are_its_own_and_see_their_prompts(monkeypatch: pytest.MonkeyP
     assert given["max_seqlen_q"] == given["max_seqlen_kv"] == 64
     assert torch.equal(given["cu_seqlens_q"], micro_batch.cu_seqlens)
     assert int(given["cu_seqlens_kv"][-1]) == len(given["keys"])
+    assert attention.state_dict() == {}  # checkpoints are the same with and without it
+
+
+@pytest.mark.parametrize(("deterministic", "ranks"), [(True, 1), (False, 2)], ids=["deterministic", "two ranks"])
+def test_torch_computes_what_its_kernels_do_not(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, ranks: int
+) -> None:
+    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)  # nobody asks for it
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: ranks))
+    config = SimpleNamespace(kv_channels=CHANNELS, deterministic_mode=deterministic)
+    assert TransformerEngineAttention(config, pg_collection=groups).kernel is None

@@ -37,7 +37,7 @@ def test_busy_time_counts_what_overlaps_once() -> None:
 
 def test_a_variant_is_measured_and_learns(world: World, tmp_path: Path) -> None:
     work = Work(sequences=2, length=16, micro_batches=2)
-    timing = world(1, measure, tmp_path / "tiny", TINY, Variant("local", False, 1024), work)[0]
+    timing = world(1, measure, tmp_path / "tiny", TINY, Variant("torch", False, 1024), work)[0]
     assert timing.gpu is None
     assert 0 < timing.forward_backward < 10
     assert timing.loss_before == pytest.approx(math.log(2048), abs=1.0)  # random tokens under random weights

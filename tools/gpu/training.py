@@ -1,6 +1,6 @@
-"""The trainer's engine on one GPU: MFU of steps and log-prob passes by shape, layer spec and use of CUDA graphs.
+"""The trainer's engine on one GPU: MFU of steps and log-prob passes by shape, attention kernels and CUDA graphs.
 
-    python -m tools.gpu.training --shapes 0.5b 1.5b 7b8 [--specs te local] [--cuda-graphs on off]
+    python -m tools.gpu.training --shapes 0.5b 1.5b 7b8 [--attention te torch] [--cuda-graphs on off]
 
 A micro-batch is 16 packed sequences of 1,024 tokens, all of whose rows are scored, by default from logits that are
 computed once. MFU is (6·N·T + attention) over time and 989 TFLOP/s with all weights in N, for log-probs a third of the
@@ -35,7 +35,7 @@ from tools.gpu.timing import GpuWork, gpu_work, seconds_of
 
 TARGETS = {
     "te": {"0.5b": 0.45, "1.5b": 0.55, "7b8": 0.75},
-    "local": {"0.5b": 0.30, "1.5b": 0.50, "7b8": 0.65},
+    "torch": {"0.5b": 0.30, "1.5b": 0.50, "7b8": 0.65},
 }
 LARGEST_DIFFERENCE = 0.02  # between variants' losses after these steps, in nats; the loss begins near 12
 MATRIX = 8192
@@ -45,13 +45,13 @@ MATRIX = 8192
 class Variant:
     """One way to compute a shape."""
 
-    spec: str  # the layers', "te" or "local"
+    attention: str  # whose kernels: "te", Transformer Engine's, or "torch"
     cuda_graphs: bool
     logprob_chunk_tokens: int
 
     def __str__(self) -> str:
         chunks = f" chunks of {self.logprob_chunk_tokens}" if self.logprob_chunk_tokens < Work().rows else ""
-        return f"{self.spec}{' graphs' if self.cuda_graphs else ''}{chunks}"
+        return f"{self.attention}{' graphs' if self.cuda_graphs else ''}{chunks}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(folder: Path, shape: Shape, variant: Variant, work: Work) -> Timing:
     engine = Engine(
         load_architecture(folder), parallel.Grid(), dtype=torch.bfloat16, micro_batch_tokens=work.rows,
         optimizer=Optimizer(lr=LEARNING_RATE), share_prompts=False, logprob_chunk_tokens=variant.logprob_chunk_tokens,
-        transformer_engine=variant.spec == "te", cuda_graphs=variant.cuda_graphs,
+        transformer_engine=variant.attention == "te", cuda_graphs=variant.cuda_graphs,
     )  # fmt: skip
     engine.load_hf(folder)
     one, several = (work.batch(shape, count) for count in (1, work.micro_batches))
@@ -107,7 +107,7 @@ def _product_rate() -> float | None:
 
 def report(name: str, variant: Variant, timing: Timing, work: Work, *, judged: bool) -> None:
     """Three measurements of a variant; `judged` tells whether targets are meant for it."""
-    target = TARGETS[variant.spec][name] if judged else None
+    target = TARGETS[variant.attention][name] if judged else None
     bound = None if timing.product is None else round(timing.product / PEAK_FLOPS, 3)
     several = work.micro_batches
     optimizer = {"optimizer_s": round(timing.whole_step - several * timing.forward_backward, 4)}
@@ -160,17 +160,17 @@ def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--specs", nargs="+", choices=TARGETS, help="default: te where it is installed, and local")
+    parser.add_argument("--attention", nargs="+", choices=TARGETS, help="default: te where it is installed, and torch")
     parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--logprob-chunk-tokens", nargs="+", type=int, default=[Work().rows])
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--variant-limit-s", type=float, default=100.0)
     arguments = parser.parse_args()
     require_gpu()
-    specs = arguments.specs or [*["te"] * has_transformer_engine(torch.bfloat16), "local"]
+    kernels = arguments.attention or [*["te"] * has_transformer_engine(torch.bfloat16), "torch"]
     variants = [
-        Variant(spec, graphs == "on", chunk)
-        for spec in specs
+        Variant(attention, graphs == "on", chunk)
+        for attention in kernels
         for graphs in arguments.cuda_graphs
         for chunk in arguments.logprob_chunk_tokens
     ]
