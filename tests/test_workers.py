@@ -1,5 +1,7 @@
 """The fixture that starts distributed tests."""
 
+import multiprocessing
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,3 +33,13 @@ def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
         pool(2, _fail_on_one)
     assert pool(2, _sum_of_ranks, 0) == [1, 1]
     pool.close()
+
+
+def test_a_process_that_died_before_its_call_is_a_failing_rank() -> None:
+    before, pool = set(multiprocessing.active_children()), World()
+    pool.start(1)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.kill()
+    worker.join()
+    with pytest.raises(RankFailure, match="the process of rank 0 died"):
+        pool(1, _sum_of_ranks, 0)

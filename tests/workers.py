@@ -90,15 +90,23 @@ class World:
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
-        while len(self._workers) < size:
-            self._start()
+        self.start(size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(size):
                 call = (self._backend, rank, size, str(Path(folder) / "store"), function, args)
-                self._workers[rank][1].send(call)
+                with contextlib.suppress(BrokenPipeError):  # a process that died is met when its answer is waited for
+                    self._workers[rank][1].send(call)
             return self._collect(size, timeout)
 
-    def _start(self) -> None:
+    def start(self, size: int) -> None:
+        """Have so many processes, of which the missing ones begin to import the program's main module and torch.
+
+        A call starts those that it lacks. Nothing is waited for, and no GPU is touched before a call.
+        """
+        while len(self._workers) < size:
+            self._add_worker()
+
+    def _add_worker(self) -> None:
         ours, theirs = self._context.Pipe()
         # Not a daemon: megatron-core saves checkpoints from child processes. A worker ends when its pipe closes.
         process = self._context.Process(target=_serve, args=(theirs, self._environment))

@@ -33,10 +33,13 @@ class Lent:
         self._run = run
 
     def __call__(self, size: int, function: Callable[[], Any], timeout: float = 240) -> list[Any]:
-        return [] if function is alone._begin else self._run(size, function, timeout=timeout)
+        return self._run(size, function, timeout=timeout)
+
+    def start(self, size: int) -> None:
+        """What is lent is there."""
 
     def close(self) -> None:
-        """What is lent stays."""
+        """It stays."""
 
 
 @pytest.fixture

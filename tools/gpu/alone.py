@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tests.workers import RankFailure, World
 
 Found = TypeVar("Found")
 
 
-def alone(what: str, call: Callable[..., Found], *given: object, until: float) -> Found | None:
-    """What a module-level function returns; None, and why, where it failed or took until after `until`.
+def attempt(
+    world: World, what: str, call: Callable[..., Found], *given: object, ranks: int = 1, until: float,
+    seconds: float = math.inf,
+) -> list[Found] | None:  # fmt: skip
+    """What a module-level function returns on each of the first ranks; None, and why, where it failed or took too long.
 
-    `until` is a time of `time.monotonic`.
+    It may take so many seconds, and none behind `until`, a time of `time.monotonic`.
     """
-    world = World("nccl")
+    left = min(seconds, until - time.monotonic())
     try:
-        return world(1, call, *given, timeout=max(1.0, until - time.monotonic()))[0]
+        if left > 0:
+            return world(ranks, call, *given, timeout=left)
+        why: object = "no time was left"
     except RankFailure as failure:
-        print(f"FAILED: {what}\n{failure}", flush=True)
-        return None
-    finally:
-        world.close()
+        why = failure
+    print(f"FAILED: {what}\n{why}", flush=True)
+    return None
+
+
+def alone(what: str, call: Callable[..., Found], *given: object, until: float) -> Found | None:
+    """The same of one rank in a process of its own."""
+    with contextlib.closing(World("nccl")) as world:
+        found = attempt(world, what, call, *given, until=until)
+    return None if found is None else found[0]
 
 
 class Attempts:
     """So many `calls` in GPU processes of their own, which start while the call before computes; counts failures.
 
     Each call may take so many seconds, and none longer than `until`, a time of `time.monotonic`. It gets `processes`,
-    one a GPU, with `environment` over this process's own; they have imported the program's main module.
+    one a GPU, with `environment` over this process's own. Those of the next call import, and leave the GPUs alone.
     """
 
     def __init__(
@@ -47,42 +58,25 @@ class Attempts:
         self.failed = 0
         self._calls, self._seconds, self._until = calls, seconds, until
         self._processes, self._environment = processes, environment or {}
-        self._starter = ThreadPoolExecutor(1)
-        self._started: list[tuple[World, Future[Any]]] = []
+        self._started: list[World] = []
         self._start()
 
     def __call__(self, what: str, call: Callable[[], Found], ranks: int = 1) -> list[Found] | None:
         """What the call returns on each of the first `ranks` processes; None where it failed or took too long."""
-        if time.monotonic() >= self._until:
-            self.failed += 1
-            print(f"FAILED: {what}\nno time was left", flush=True)
-            return None
-        world, started = self._started.pop()
-        self._start()
-        try:
-            started.result()
-            return world(ranks, call, timeout=max(1.0, min(self._seconds, self._until - time.monotonic())))
-        except RankFailure as failure:
-            self.failed += 1
-            print(f"FAILED: {what}\n{failure}", flush=True)
-            return None
-        finally:
-            world.close()
+        with contextlib.closing(self._started.pop()) as world:
+            self._start()
+            found = attempt(world, what, call, ranks=ranks, until=self._until, seconds=self._seconds)
+        self.failed += found is None
+        return found
 
     def _start(self) -> None:
         """Start the processes of the next call, if there is one."""
         if self._calls > 0:
             self._calls -= 1
-            world = World("nccl", self._environment)
-            self._started.append((world, self._starter.submit(world, self._processes, _begin)))
+            self._started.append(World("nccl", self._environment))
+            self._started[-1].start(self._processes)
 
     def close(self) -> None:
         """End the processes of calls that were not made."""
-        for world, started in self._started:
-            wait([started])
+        for world in self._started:
             world.close()
-        self._starter.shutdown()
-
-
-def _begin() -> None:
-    """Nothing: a process that can call this has imported the main module."""
