@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -36,7 +37,9 @@ class Measurement:
 
 def emit(section: str, what: str, value: float, unit: str = "", **rest: Any) -> None:
     """Print a measurement on a line of its own; `rest` are the other fields of `Measurement`."""
-    print(json.dumps(asdict(Measurement(section, what, value, unit, **rest))), flush=True)
+    line = json.dumps(asdict(Measurement(section, what, value, unit, **rest)))
+    sys.stdout.write(line + "\n")  # as one: `print` writes the end of a line apart, and threads measure side by side
+    sys.stdout.flush()
 
 
 def read(lines: Iterable[str]) -> list[Measurement]:
