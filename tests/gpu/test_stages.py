@@ -38,7 +38,7 @@ def _stages() -> tuple[dict[str, float], dict[str, float], float, int]:
     device, transfer = torch.device("cuda", 0), _transfer(dist.group.WORLD)
     transfer.run()
     recorder = Recorder(device)
-    together = recorder.run(transfer)
+    together = recorder.run(transfer, 2)
     alone = each_alone(transfer, recorder.exchanges, 2, device)
     return together, alone, host_seconds(transfer), len(recorder.exchanges)
 

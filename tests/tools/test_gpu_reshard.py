@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from megatron_bridge.execute import Transfer
 from megatron_bridge.plan import make_plan
 from tests.workers import RankFailure, World
 from tools.bench_reshard import architecture, layouts, parse
 from tools.gpu import reshard
 from tools.gpu.report import Measurement, read
-from tools.gpu.reshard import PAIRS, Way, bench, measure, sweep, words_of
-from tools.gpu.stages import STAGES
+from tools.gpu.reshard import PAIRS, Way, bench, measure, prepare, stages_of, sweep, words_of
+from tools.gpu.stages import STAGES, Recorder, host_seconds
 
 WORDS = [*words_of("tiny", "tp=2", "tp=1"), "--layers", "2"]
 FOUND = {
@@ -24,6 +27,7 @@ FOUND = {
     "gather_to_bridge": 2.33, "extra_bytes": 2**30, "gather_extra_bytes": 2**31, "stages": {"whole_ms": 30.5},
 }  # fmt: skip
 NEVER = float("inf")
+LATE = 1.0  # seconds; a run takes some hundredths
 
 
 def measurements(capsys: pytest.CaptureFixture[str]) -> dict[str, Measurement]:
@@ -53,6 +57,29 @@ def test_a_pair_and_its_stages(world: World, capsys: pytest.CaptureFixture[str])
     assert set(stages) == {f"{name}_ms" for name in ("whole", "host", *STAGES, *(f"{one}_alone" for one in STAGES))}
     assert all(stages[f"{stage}_ms"] > 0 < stages[f"{stage}_alone_ms"] for stage in STAGES)
     assert sum(stages[f"{stage}_ms"] for stage in STAGES) <= stages["whole_ms"]
+
+
+def _stages_of_what_was_released() -> tuple[float, int, bool]:
+    """Seconds of a run that rank 1 comes late to, its exchanges, and whether the host found buckets there."""
+    bench, found = prepare(WORDS), []
+
+    def host(transfer: Transfer) -> float:
+        found.append(all((*transfer.buckets.outgoing, *transfer.buckets.incoming)))
+        return host_seconds(transfer)
+
+    with patch("tools.gpu.reshard.host_seconds", host):
+        stages_of(bench.transfer, bench.device, 1)
+    bench.transfer.run()
+    recorder = Recorder(bench.device)
+    time.sleep(LATE * dist.get_rank())
+    return recorder.run(bench.transfer, 1)["whole"], len(recorder.exchanges), found[0]
+
+
+def test_stages_are_those_of_a_run_without_waiting_or_allocation(world: World) -> None:
+    for whole, exchanges, prepared in world(2, _stages_of_what_was_released):
+        assert 0 < whole < LATE
+        assert exchanges == 1
+        assert prepared
 
 
 def _sweep_of_two(words: list[str]) -> tuple[bool, list[Measurement]]:

@@ -93,9 +93,10 @@ def measure(words: Sequence[str], repeat: int = REPEATS) -> dict[str, Any]:
 
 def stages_of(transfer: Transfer, device: torch.device, repeat: int) -> dict[str, float]:
     """Milliseconds of this rank's stages in a run, of its host, and of each stage alone. Collective."""
+    transfer.run()  # which allocates buckets and makes the kernels' tables, where they have been released
     host = host_seconds(transfer)
     recorder = Recorder(device)
-    together = recorder.run(transfer)
+    together = recorder.run(transfer, repeat)
     alone = each_alone(transfer, recorder.exchanges, repeat, device)
     transfer.release()
     seconds = together | {"host": host} | {f"{stage}_alone": alone[stage] for stage in STAGES}
@@ -109,18 +110,29 @@ def sweep(words: Sequence[str], ways: Sequence[Way], repeat: int = REPEATS) -> b
     ahead = group_before_others() if any(way.before_others for way in ways) else None
     right = True
     for way in ways:
-        with copying_by(way.programs):
-            transfer = bench.connect(way.bucket_mib, ahead if way.before_others else None)
-            seconds, _ = timed(transfer.run, repeat, bench.device)
-            right = bench.bitwise() and right
-            stages = stages_of(transfer, bench.device, repeat)
+        found = measure_way(bench, way, ahead if way.before_others else None, repeat)
+        right = found["bitwise"] and right
         if dist.get_rank() == 0:
-            emit(
-                "reshard", f"{what}, {way}", seconds, "s", bound=plain, more_is_better=False,
-                against="all-to-all and copy",
-                details={"of_collective": round(plain / seconds, 3), "rounds": transfer.rounds} | stages,
-            )  # fmt: skip
+            report_way(f"{what}, {way}", found, plain)
     return right
+
+
+def measure_way(bench: Bench, way: Way, group: Group | None, repeat: int) -> dict[str, Any]:
+    """What is known of one way to fill the target of a pair. Collective."""
+    with copying_by(way.programs):
+        transfer = bench.connect(way.bucket_mib, group)
+        seconds, _ = timed(transfer.run, repeat, bench.device)
+        bitwise = bench.bitwise()
+        stages = stages_of(transfer, bench.device, repeat)
+    return {"seconds": seconds, "bitwise": bitwise, "rounds": transfer.rounds, "stages": stages}
+
+
+def report_way(what: str, found: dict[str, Any], plain: float) -> None:
+    """Tell of one way, beside the seconds of the plain collective; `found` is what `measure_way` returns."""
+    emit(
+        "reshard", what, found["seconds"], "s", bound=plain, against="all-to-all and copy", more_is_better=False,
+        details={"of_collective": round(plain / found["seconds"], 3), "rounds": found["rounds"]} | found["stages"],
+    )  # fmt: skip
 
 
 def group_before_others() -> Group:
