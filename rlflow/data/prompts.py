@@ -58,8 +58,8 @@ def load_prompts(
     """The prompts of a file, at most `limit`, of at most `max_length` tokens; ids are `name`/row, counted from 0.
 
     Longer ones are treated as `data.overlong` says, and counted. `reads` are further columns that every row must have,
-    each with the key of the configuration that asks for it; `column.key` is a key of a mapping. Raises UserError with
-    file and row.
+    not null, each with the key of the configuration that asks for it; `column.key` is a key of a mapping. Raises
+    UserError with file and row.
     """
     encoder = Encoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
     prompts, overlong = PromptSet(name), _Overlong(data.overlong, max_length)
@@ -114,10 +114,10 @@ def _encoded(
             for selector in ("prompt_key", "answer_key"):
                 column = getattr(data, selector)
                 if column is not None and column not in row:
-                    raise _missing(path, number, row, column, f"data.{selector}")
+                    raise _missing(path, number, row, f"column {column} (data.{selector})")
             for column, key in reads:
                 if not _holds(row, column):
-                    raise _missing(path, number, row, column, key)
+                    raise _missing(path, number, row, f"value of {column} ({key})")
         try:
             encoded = encoder.encode([row[data.prompt_key] for row in block], first)
         except UserError as error:
@@ -133,5 +133,5 @@ def _holds(row: dict[str, Any], column: str) -> bool:
     return value is not None
 
 
-def _missing(path: str, number: int, row: dict[str, Any], column: str, key: str) -> UserError:
-    return UserError(f"{path}, row {number}", f"no column {column} ({key}); there is {', '.join(row)}")
+def _missing(path: str, number: int, row: dict[str, Any], what: str) -> UserError:
+    return UserError(f"{path}, row {number}", f"no {what}; there is {', '.join(row)}")

@@ -61,6 +61,6 @@ def test_the_first_row_without_them_is_named(tmp_path: Path, second: str, column
     path.write_text('{"prompt": "w1", "answer": 1, "level": 0, "metadata": {"source": "a"}}\n' + second)
     read = columns_read([Reward(**reward) for reward in REWARDS])
     data = Data(train=str(path), chat_template=False)
-    with pytest.raises(UserError, match=rf"no column {column} \(rewards\.1\.function\); there is prompt") as raised:
+    with pytest.raises(UserError, match=rf"no value of {column} \(rewards\.1\.function\); there is prompt") as raised:
         load_prompts(str(path), make_tokenizer(), data, max_length=9, name="train", reads=read)
     assert raised.value.where == f"{path}, row 1"
