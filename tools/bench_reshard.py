@@ -38,6 +38,7 @@ from megatron_bridge.layouts.megatron import DEFAULT_ORDER
 from megatron_bridge.layouts.part import OneRank, one_unit
 from megatron_bridge.proof import KnownValues
 from megatron_bridge.streams import compact
+from tools.gpu.machine import leave_multicast_off
 
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -308,6 +309,7 @@ def _run(rank: int, world: int, store: str, options: argparse.Namespace) -> None
 def main() -> None:
     """Run here, in the processes of torchrun, or in processes of our own."""
     options = parse()
+    leave_multicast_off()
     if options.local:
         _run(0, 1, "", options)
     elif "RANK" in os.environ:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.machine import require_gpu
+from tools.gpu.machine import leave_multicast_off, require_gpu
 from tools.gpu.processes import run_within
 from tools.gpu.report import emit
 
@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("-k", dest="expression", default="", help="only these tests, as for pytest")
     arguments = parser.parse_args()
     require_gpu()
+    leave_multicast_off()
     for folder in (arguments.out, SCRATCH):
         folder.mkdir(parents=True, exist_ok=True)
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
