@@ -1,5 +1,6 @@
 """What the suite measures of grids of several GPUs: over gloo on a model of four layers, and from given numbers."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,17 +11,17 @@ from typing import Any
 import pytest
 
 from rlflow.config.schema import Role
+from tests.tools.printed import measurements
 from tests.workers import RankFailure, World
 from tools.gpu import alone, grids
 from tools.gpu.calibrate import architecture
 from tools.gpu.grids import KINDS, ONE, Case, Measured, bench, choose, of_grid, report
-from tools.gpu.report import Measurement, read
+from tools.gpu.report import read
 from tools.gpu.rounding import bound_of_gradients, bound_of_loss, distance_of_hidden
 from tools.gpu.shapes import SHAPES, Shape
 from tools.gpu.steps import Work
 
 TINY = Shape(4, 64, 2, 1, 96, tie_word_embeddings=True, vocab_size=2048)
-NEVER = float("inf")
 TP2, DP2 = Case(Role(tensor_parallel_size=2), 2), Case(Role(), 2)
 PP2 = Case(Role(pipeline_parallel_size=2), 2)
 OF_ONE = Measured(2.0, 2.2, 13.0, 11.0, 4.0, 60 * 2**30, 70 * 2**30, None)
@@ -59,10 +60,6 @@ def lend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., list[Any]]]
     return lend
 
 
-def measurements(capsys: pytest.CaptureFixture[str]) -> dict[str, Measurement]:
-    return {one.what: one for one in read(capsys.readouterr().out.splitlines())}
-
-
 def test_every_grid_learns_what_one_process_does(
     world: World, tmp_path: Path, lend: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,7 +68,7 @@ def test_every_grid_learns_what_one_process_does(
     cases = list(choose(KINDS, 2, architecture("tiny")))
     assert [str(case) for case in cases] == ["TP2", "TP2 × SP", "PP2", "PP2 × VP2", "DP2", "CP2"]
     work = Work(sequences=2, length=16, micro_batches=2)
-    assert bench("tiny", tmp_path / "tiny", cases, work, NEVER) == 0
+    assert bench("tiny", tmp_path / "tiny", cases, work, math.inf) == 0
     found = measurements(capsys)
     compared = [one for one in found.values() if one.target is not None]
     assert len(compared) == 3 * len(cases)
@@ -86,7 +83,7 @@ def test_a_grid_that_fails_takes_no_other_along(lend: Any, tmp_path: Path, capsy
         return [OF_ONE] * size
 
     given = lend(run)
-    assert bench("1.5b", tmp_path, [TP2, PP2, DP2], Work(), NEVER) == 1
+    assert bench("1.5b", tmp_path, [TP2, PP2, DP2], Work(), math.inf) == 1
     output = capsys.readouterr().out
     assert "FAILED: 1.5b PP2\nrank 1 of 2: no luck" in output
     assert {one.what for one in read(output.splitlines())} >= {f"MFU a GPU 1.5b {case}" for case in (ONE, TP2, DP2)}
@@ -102,7 +99,7 @@ def test_grids_for_which_no_time_is_left_have_failed(
 
 
 def test_grids_without_one_gpu_are_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report("1.5b", TP2, OF_ONE, None, Work()) is None
+    report("1.5b", TP2, OF_ONE, None, Work())
     assert set(measurements(capsys)) == {"MFU a GPU 1.5b TP2", "MFU a GPU 1.5b TP2 whole step"}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlflow.config import load
+from tests.tools.printed import measurements
 from tools.gpu import whole_step, works
 from tools.gpu.report import read
 from tools.gpu.runs import deadline, prompts, steps_of, train, write_config
@@ -71,7 +72,7 @@ def step(number: int, **metrics: float) -> dict[str, float]:
 def test_the_first_step_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     slow = {"time/step": 99.0, "time/generate": 80.0}
     whole_step.report("0.5b", [step(1, **slow), step(2), step(3)], WORK)
-    found = {one.what: one for one in read(capsys.readouterr().out.splitlines())}
+    found = measurements(capsys)
     whole = found["0.5b step"]
     assert (whole.value, whole.target, whole.meets_target) == (20.0, 21.92, True)
     assert whole.details["peak_gib"] == 50.0

@@ -37,11 +37,11 @@ from rlflow.roles import Engine
 from tools.gpu.alone import Attempts
 from tools.gpu.calibrate import architecture
 from tools.gpu.machine import leave_multicast_off, require_gpu, visible_gpus
-from tools.gpu.report import emit
+from tools.gpu.report import GIB, emit
 from tools.gpu.rounding import bound_of_gradients, bound_of_loss
 from tools.gpu.runs import MODELS, deadline
 from tools.gpu.shapes import SHAPES, Shape, save
-from tools.gpu.steps import GIB, LEARNING_RATE, STEPS, Work, loss_of, most_memory, speed_of, without_optimizer
+from tools.gpu.steps import LEARNING_RATE, STEPS, Work, loss_of, most_memory, speed_of, without_optimizer
 from tools.gpu.timing import GpuWork, gpu_work, seconds_of
 
 LEARNED = 4  # micro-batches that losses are of
@@ -244,23 +244,22 @@ def bench(name: str, folder: Path, cases: Sequence[Case], work: Work, until: flo
         for case in some:
             ranks = attempts(f"{name} {case}", partial(measure, folder, SHAPES[name], case, work), case.gpus)
             if ranks is not None:
-                one = report(name, case, of_grid(ranks), one, work)
+                found = of_grid(ranks)
+                one = found if case == ONE else one
+                report(name, case, found, one, work)
         attempts.close()
         failed += attempts.failed
     return failed
 
 
-def report(name: str, case: Case, found: Measured, one: Measured | None, work: Work) -> Measured | None:
-    """All that is known of a grid, `one` being what one GPU measured before; returns that."""
+def report(name: str, case: Case, found: Measured, one: Measured | None, work: Work) -> None:
+    """All that is known of a grid, beside what one GPU measured; None: that failed."""
     report_speed(name, case, found, work)
-    if case == ONE:
-        return found
     if one is None:
         print(f"{name} {case}: one GPU failed, there is nothing to compare with", flush=True)
-    else:
+    elif case != ONE:
         report_scaling(name, case, found, one, work)
         report_losses(name, case, found, one, work)
-    return one
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

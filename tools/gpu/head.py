@@ -28,12 +28,11 @@ from rlflow.models import VocabShard, softmax_kernel, token_log_probs
 from rlflow.models.products import add_product, exact_product
 from rlflow.models.softmax import Slopes
 from tools.gpu.machine import require_gpu
-from tools.gpu.report import emit
+from tools.gpu.report import GIB, emit
 from tools.gpu.shapes import VOCAB
 from tools.gpu.timing import seconds_of
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
-GIB = 2**30
 CHUNKS = (1024, 2048, 2816)  # the last: six for 16,384 tokens, with .8 GiB of logits each
 MOST_TIME, MOST_MEMORY = 1.1, 1.0  # of plain cross entropy, in GiB
 ACCURACY_ROWS = 512

@@ -9,6 +9,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+GIB = 2**30
+"""Bytes of a "GiB"."""
+
 
 @dataclass(frozen=True)
 class Measurement:

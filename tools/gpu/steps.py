@@ -19,7 +19,6 @@ from tools.gpu.shapes import PEAK_FLOPS, Shape
 
 LEARNING_RATE = 1e-5
 STEPS = 8  # before losses are compared
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from rlflow.models import has_transformer_engine
 from rlflow.roles import Engine
 from tools.gpu.alone import Attempts
 from tools.gpu.machine import require_gpu
-from tools.gpu.report import emit
+from tools.gpu.report import GIB, emit
 from tools.gpu.runs import MODELS
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
-from tools.gpu.steps import GIB, LEARNING_RATE, STEPS, Work, loss_of, most_memory, speed_of, without_optimizer
+from tools.gpu.steps import LEARNING_RATE, STEPS, Work, loss_of, most_memory, speed_of, without_optimizer
 from tools.gpu.timing import GpuWork, gpu_work, seconds_of
 
 TARGETS = {
