@@ -1,15 +1,16 @@
 """The GPU suite's whole runs on two GPUs: what they are configured to do, and what is told of them."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rlflow.config import load
-from tools.gpu import faults, grpo_grids, placement
+from tests.tools.printed import measurements
+from tools.gpu import faults, grpo_grids, placement, several
 from tools.gpu.grpo_grids import PAIRS, Pair
-from tools.gpu.report import Measurement, read
 from tools.gpu.runs import write_config
 from tools.gpu.shapes import Shape, save
 
@@ -82,18 +83,14 @@ def grids(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> grpo_
         records(config.parent / "run", received=[0, 2 if "tp2_to_vllm_tp2" in str(config) else 0])
         return True
 
-    monkeypatch.setattr(grpo_grids, "train", pretend)
-    return grpo_grids.Runs(model, tmp_path, [], steps=2, until=float("inf"))
-
-
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Measurement]:
-    return {one.what: one for one in read(capsys.readouterr().out.splitlines())}
+    monkeypatch.setattr(several, "train", pretend)
+    return grpo_grids.Runs(model, tmp_path, [], steps=2, until=math.inf)
 
 
 def test_a_step_is_told_beside_one_gpu(grids: grpo_grids.Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert grids(Pair())
     assert grids(Pair("DP2", "TP1 × 2"))
-    found = told(capsys)
+    found = measurements(capsys)
     assert (found["one GPU: step"].value, found["one GPU: step"].bound) == (4.0, None)
     step = found["DP2 → vLLM TP1 × 2: step"]
     assert (step.value, step.bound, step.details["gib"]) == (4.0, 4.0, {"update": 8.0})
@@ -102,7 +99,7 @@ def test_a_step_is_told_beside_one_gpu(grids: grpo_grids.Runs, capsys: pytest.Ca
 
 def test_a_byte_too_many_in_any_step_is_a_failure(grids: grpo_grids.Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert not grids(Pair("TP2", "TP2"))
-    assert told(capsys)["TP2 → vLLM TP2: received in a sync by the first rank"].meets_target is False
+    assert measurements(capsys)["TP2 → vLLM TP2: received in a sync by the first rank"].meets_target is False
 
 
 def test_a_run_without_time_is_left_out(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,9 +114,9 @@ def test_places_are_told_beside_each_other(
         records(config.parent / "run", received=[0, 0])
         return True
 
-    monkeypatch.setattr(placement, "train", pretend)
-    runs = placement.Runs(model, tmp_path, [], steps=2, until=float("inf"))
+    monkeypatch.setattr(several, "train", pretend)
+    runs = placement.Runs(model, tmp_path, [], steps=2, until=math.inf)
     assert all([runs("on both GPUs"), runs("side by side")])
-    found = told(capsys)
+    found = measurements(capsys)
     assert found["PPO on both GPUs: step"].bound is None
     assert (found["PPO side by side: step"].bound, found["PPO side by side: step"].against) == (4.0, "s on both GPUs")

@@ -11,13 +11,10 @@ line that says so. Overrides go to `rlflow train`.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +23,12 @@ from rlflow.config import load
 from rlflow.models import split_layers
 from rlflow.rollout.placement import choose
 from rlflow.tracking.records import Record
-from tools.gpu.machine import leave_multicast_off, require_gpu
+from tools.gpu import several
 from tools.gpu.report import emit
-from tools.gpu.runs import (
-    LARGEST_KL,
-    MODELS,
-    Sections,
-    deadline,
-    medians,
-    merged,
-    prompts,
-    steps_of,
-    succeeds,
-    tell,
-    tell_step,
-    train,
-    write_config,
-)
-from tools.gpu.shapes import SHAPES, save
+from tools.gpu.runs import LARGEST_KL, Sections, medians, merged, tell_step
+from tools.gpu.several import RANKS, WORK, shared_sections
 from tools.gpu.whole_step import Work
 
-RANKS = 2
-WORK = Work(prompts=32, n=8, prompt=128, response=256)
 SHORTEST = 60.0
 """Seconds without which a run is not begun."""
 
@@ -88,15 +69,7 @@ PAIRS = (
 
 def sections_of(pair: Pair, steps: int, work: Work = WORK) -> Sections:
     """The configuration of a run."""
-    shared: Sections = {
-        "actor": {"micro_batch_tokens": 16_384, "logprob_chunk_tokens": 16_384, "offload": True},
-        "optimizer": {"lr": 1e-5},
-        "rollout": {
-            "n": work.n, "max_prompt_length": work.prompt, "max_response_length": work.response,
-            "max_num_seqs": work.samples, "kv_cache_gib": 4.0, "sleep_level": 2,
-        },
-        "trainer": {"steps": steps, "prompts_per_step": work.prompts},
-    }  # fmt: skip
+    shared = merged(shared_sections(work, steps), {"actor": {"offload": True}})
     grid = {"actor": TRAIN[pair.train], "rollout": ROLLOUT[pair.rollout]} if pair.train else {}
     return merged(shared, grid)
 
@@ -109,35 +82,26 @@ def expected_bytes(config: Path, overrides: Sequence[str], ranks: int) -> int:
     return choose(run, architecture, stages, ranks, ranks).received_bytes[0]
 
 
-class Runs:
-    """Runs of one model on pairs of grids, one after another; those on two GPUs are shown beside the one on one."""
+class Runs(several.Runs):
+    """Runs on pairs of grids; those on two GPUs are shown beside the one on one."""
 
-    def __init__(
-        self, model: Path, folder: Path, overrides: Sequence[str], *, steps: int, until: float, work: Work = WORK
-    ) -> None:
-        self._model, self._folder, self._overrides = model, folder, list(overrides)
-        self._steps, self._until, self._work = steps, until, work
-        self._texts = prompts(work.prompts * steps, work.prompt)
-        self._one_gpu: float | None = None  # seconds of a step
+    _one_gpu: float | None = None  # seconds of a step
 
     def __call__(self, pair: Pair) -> bool:
         """Train on a pair of grids and report the steps that it made; whether all was as it should be."""
-        if time.monotonic() + SHORTEST > self._until:
+        if time.monotonic() + SHORTEST > self.until:
             print(f"{pair}: left out, no time is left", flush=True)
             return True
-        sections = sections_of(pair, self._steps, self._work)
-        config = write_config(self._folder / pair.folder, self._model, self._texts, sections)
-        ended = train(config, self._overrides, until=self._until, processes=pair.ranks)
-        sound = tell("grpo_grids", f"{pair}: steps", config, self._steps)
-        made = steps_of(config)
+        config = self.configure(pair.folder, sections_of(pair, self.steps, self.work))
+        made, good = self.make(config, "grpo_grids", str(pair), pair.ranks)
         if not made:
             return False
-        as_expected = report_sync(pair, made, expected_bytes(config, self._overrides, pair.ranks))
+        as_expected = report_sync(pair, made, expected_bytes(config, self.overrides, pair.ranks))
         beside = {} if self._one_gpu is None else {"bound": self._one_gpu, "against": "s on one GPU"}
         seconds = tell_step("grpo_grids", f"{pair}: step", made, **beside)
         if pair.ranks == 1:
             self._one_gpu = seconds
-        return ended and sound and as_expected
+        return good and as_expected
 
 
 def report_sync(pair: Pair, made: Sequence[Record], expected: int) -> bool:
@@ -156,24 +120,7 @@ def report_sync(pair: Pair, made: Sequence[Record], expected: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--layers", type=int, default=14, help="in the place of the shape's own number")
-    parser.add_argument("--steps", type=int, default=3, help="of each run, with the one that warms up")
-    parser.add_argument("--models", type=Path, default=MODELS)
-    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
-    parser.add_argument("--limit-s", type=float, default=330.0, help="for all runs together")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    arguments = parser.parse_intermixed_args()
-    require_gpu(RANKS)
-    leave_multicast_off()
-    until = deadline(arguments.limit_s)
-    model = save(arguments.models / f"{arguments.shape}-{arguments.layers}", arguments.shape, layers=arguments.layers)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        runs = Runs(model, folder, arguments.overrides, steps=arguments.steps, until=until)
-        ended = [succeeds(partial(runs, pair)) for pair in PAIRS]
-        return int(not all(ended))
+    return several.run(__doc__, Runs, PAIRS, shape="1.5b", layers=14, limit_s=330.0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Whole runs of `rlflow train` that measurements are taken from: their prompts, configuration, processes and records.
+"""Whole runs of `rlflow train` that measurements are taken from: prompts, configuration, processes, records, options.
 
 What a run is meant to show, and against what it is held, is left to the part that starts it.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import math
 import os
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,22 @@ def write_config(
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(whole, sort_keys=False))
     return path
+
+
+def parser_of_runs(description: str | None, limit_s: float) -> argparse.ArgumentParser:
+    """A parser with what all parts that make whole runs take, for `parse_intermixed_args`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
+    parser.add_argument("--limit-s", type=float, default=limit_s, help="for all runs together")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+    return parser
+
+
+@contextlib.contextmanager
+def folder_of_runs(given: Path | None) -> Iterator[Path]:
+    """The folder that is given, or one that goes at the end."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield (given or Path(temporary)).resolve()
 
 
 def succeeds(call: Callable[[], bool]) -> bool:

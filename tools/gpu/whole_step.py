@@ -13,9 +13,7 @@ response with its prompt.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,18 @@ from rich.table import Table
 from rlflow.tracking.records import Record
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
-from tools.gpu.runs import MODELS, deadline, medians, prompts, steps_of, succeeds, train, write_config
+from tools.gpu.runs import (
+    MODELS,
+    deadline,
+    folder_of_runs,
+    medians,
+    parser_of_runs,
+    prompts,
+    steps_of,
+    succeeds,
+    train,
+    write_config,
+)
 from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
 
 PEAK_BANDWIDTH = 4.8e12
@@ -163,18 +172,14 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_runs(__doc__, 600.0)
     parser.add_argument("--shapes", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--steps", type=int, help=f"of each run, the warm-up included; default: {STEPS}")
     parser.add_argument("--models", type=Path, default=MODELS)
-    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="for all shapes together")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     require_gpu()
     until, failed = deadline(arguments.limit_s), False
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
+    with folder_of_runs(arguments.folder) as folder:
         for name in arguments.shapes:
             steps, model = arguments.steps or STEPS[name], arguments.models / name
             call = partial(measure, name, model, folder, arguments.overrides, steps=steps, until=until)

@@ -11,10 +11,8 @@ GPU at once, each alone in about a minute.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +26,9 @@ from tools.gpu.runs import (
     MODELS,
     Sections,
     deadline,
+    folder_of_runs,
     merged,
+    parser_of_runs,
     prompts,
     steps_of,
     succeeds,
@@ -143,16 +143,12 @@ class Jobs:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_runs(__doc__, 240.0)
     parser.add_argument("--models", type=Path, default=MODELS, help="of real shapes")
-    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=(), help="real models in place of shallow ones")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="for all runs together")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     arguments = parser.parse_intermixed_args()
     require_gpu()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
+    with folder_of_runs(arguments.folder) as folder:
         how = folder, arguments.overrides, deadline(arguments.limit_s)
         if not arguments.shapes:
             return int(not succeeds(lambda: Jobs(*how, on_gpu=True).run()))
