@@ -10,12 +10,10 @@ time take about two minutes; overrides go to `rlflow train`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +32,9 @@ from tools.gpu.runs import (
     Sections,
     deadline,
     environment,
+    folder_of_runs,
     merged,
+    parser_of_runs,
     prompts,
     steps_of,
     succeeds,
@@ -235,16 +235,11 @@ def run(fault: Fault, folder: Path, model: Path, sections: Sections, overrides: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="for the runs, to keep; default: one that goes at the end")
-    parser.add_argument("--limit-s", type=float, default=280.0, help="for all runs together")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
-    arguments = parser.parse_intermixed_args()
+    arguments = parser_of_runs(__doc__, 280.0).parse_intermixed_args()
     require_gpu(RANKS)
     leave_multicast_off()
     until = deadline(arguments.limit_s)
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(FAULTS)) as pool:
-        folder = (arguments.folder or Path(temporary)).resolve()
+    with folder_of_runs(arguments.folder) as folder, ThreadPoolExecutor(len(FAULTS)) as pool:
         model = save(folder / "model", SHAPE)
         calls = [
             partial(run, fault, folder / fault.phase, model, grpo(), arguments.overrides, until) for fault in FAULTS
