@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_bridge.execute import Transfer
 from megatron_bridge.plan import make_plan
+from tests.tools.printed import measurements
 from tests.workers import RankFailure, World
 from tools.bench_reshard import architecture, layouts, parse
 from tools.gpu import reshard
@@ -26,12 +28,7 @@ FOUND = {
     "gb_s": 506.67, "all_to_all_and_copy_seconds": 0.0246, "all_to_all_and_copy_gb_s": 617.89, "gather_seconds": 0.07,
     "gather_to_bridge": 2.33, "extra_bytes": 2**30, "gather_extra_bytes": 2**31, "stages": {"whole_ms": 30.5},
 }  # fmt: skip
-NEVER = float("inf")
 LATE = 1.0  # seconds; a run takes some hundredths
-
-
-def measurements(capsys: pytest.CaptureFixture[str]) -> dict[str, Measurement]:
-    return {one.what: one for one in read(capsys.readouterr().out.splitlines())}
 
 
 @pytest.mark.parametrize("gpus", PAIRS)
@@ -116,7 +113,7 @@ def test_targets_are_those_of_seven_billion_weights(capsys: pytest.CaptureFixtur
     assert measurements(capsys)["tp=2 → tp=1 sync"].target is None
 
 
-@pytest.mark.parametrize(("until", "failures"), [(NEVER, 3), (0.0, 7)])
+@pytest.mark.parametrize(("until", "failures"), [(math.inf, 3), (0.0, 7)])
 def test_a_pair_that_fails_takes_no_other_along(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], until: float, failures: int
 ) -> None:

@@ -18,11 +18,10 @@ import argparse
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,10 +29,11 @@ import torch.distributed as dist
 
 from megatron_bridge.execute import Transfer
 from megatron_bridge.groups import Group
-from tests.workers import RankFailure, World
+from tests.workers import World
 from tools.bench_reshard import MODELS, Bench, architecture, layouts, parse, reshard, timed
+from tools.gpu.alone import attempt
 from tools.gpu.machine import leave_multicast_off, require_gpu, visible_gpus
-from tools.gpu.report import emit
+from tools.gpu.report import GIB, emit
 from tools.gpu.runs import deadline
 from tools.gpu.stages import STAGES, Recorder, each_alone, host_seconds
 
@@ -47,8 +47,6 @@ SECONDS = 0.15  # that a sync of it may take
 OF_COLLECTIVE = 0.8  # of the rate of a plain all-to-all and copy
 PAIR_SECONDS = 120.0  # at most, of a pair or a sweep with its preparations
 REPEATS = 7
-GIB = 2**30
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -174,31 +172,20 @@ def report(what: str, model: str, found: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def attempt(world: World, what: str, call: Callable[[], Found], ranks: int, until: float) -> list[Found] | None:
-    """What a call returns on each of the first ranks; None, and why, where it failed or took too long."""
-    left = until - time.monotonic()
-    try:
-        if left > 0:
-            return world(ranks, call, timeout=min(PAIR_SECONDS, left))
-        why: object = "no time was left"
-    except RankFailure as failure:
-        why = failure
-    print(f"FAILED: {what}\n{why}", flush=True)
-    return None
-
-
 def bench(world: World, model: str, gpus: int, sweeps: Sequence[str], until: float) -> int:
     """All pairs and sweeps, each for itself; returns how many failed or moved bits wrong."""
     failed = 0
     for train, rollout in PAIRS[gpus]:
         what = f"{train} → {rollout}"
-        found = attempt(world, what, partial(measure, words_of(model, train, rollout)), gpus, until)
+        call = partial(measure, words_of(model, train, rollout))
+        found = attempt(world, what, call, ranks=gpus, until=until, seconds=PAIR_SECONDS)
         if found is not None:
             report(what, model, found[0])
         failed += found is None or not found[0]["bitwise"]
     first = words_of(model, *PAIRS[gpus][0])
     for knob in sweeps:
-        right = attempt(world, f"sweep of {knob}", partial(sweep, first, SWEEPS[knob]), gpus, until)
+        told = partial(sweep, first, SWEEPS[knob])
+        right = attempt(world, f"sweep of {knob}", told, ranks=gpus, until=until, seconds=PAIR_SECONDS)
         failed += right is None or not all(right)
     return failed
 
