@@ -90,6 +90,18 @@ def test_a_grid_that_fails_takes_no_other_along(lend: Any, tmp_path: Path, capsy
     assert given == [{}, {}, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}]  # one GPU, PP2, DP2, TP2
 
 
+def test_the_next_grid_starts_while_one_computes(lend: Any, tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def run(size: int, call: partial[Measured], timeout: float) -> list[Measured]:
+        started.append(len(given))
+        return [OF_ONE] * size
+
+    given = lend(run)
+    assert bench("1.5b", tmp_path, [PP2, DP2], Work(), math.inf) == 0
+    assert started == [2, 3, 3]  # one GPU, PP2, DP2: nothing comes behind the last
+
+
 def test_grids_for_which_no_time_is_left_have_failed(
     lend: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

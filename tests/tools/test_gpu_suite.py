@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -36,6 +37,15 @@ def test_measurements_are_found_among_other_lines(capsys: pytest.CaptureFixture[
     assert SPEED.meets_target
     assert SLOW.meets_target is False
     assert OTHER.meets_target is None
+
+
+def test_a_measurement_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts measure in several threads, whose pieces of lines would come between each other."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    emit("training", "MFU te", 0.47)
+    (line,) = written
+    assert line.endswith("}}\n")
 
 
 def has_ended(process: int, patience: float = 5.0) -> bool:
