@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from rlflow import __version__
@@ -20,6 +20,7 @@ from rlflow.config.summary import summarize
 from rlflow.errors import UserError
 
 SECONDS_FOR_RANK_0 = 10.0
+SECONDS_TO_LEAVE = 5  # that processes have, once one of them has failed
 Work = Callable[[], int]  # what a command does once its configuration is good; returns the exit code
 
 
@@ -101,8 +102,8 @@ def check(args: argparse.Namespace) -> Work:
 def launch(processes: int, command: Sequence[str]) -> int:
     """Run `rlflow command` in `processes` processes by torchrun; a user's error in any of them is one of the whole.
 
-    Nothing is started again after a failure. Of processes that a signal ended, which could not speak, it tells; what
-    failed processes have started ends with them.
+    Nothing is started again after a failure. Of processes that a signal ended, which could not speak, it tells, unless
+    they were asked to end.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -113,11 +114,12 @@ def launch(processes: int, command: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would take 1, and warn
     options = ["--standalone", "--nproc-per-node", str(processes), "-m", "rlflow", *command]
     try:
-        run(parse_args(options))
+        with _ending_together() as asked:
+            run(parse_args(options))
     except ChildFailedError as error:
         for rank, failure in sorted(error.failures.items()):
-            _end_group(failure.pid)
-            _explain_signal(rank, -failure.exitcode)
+            if failure.pid not in asked:
+                _explain_signal(rank, -failure.exitcode)
         return 2 if any(failure.exitcode == 2 for failure in error.failures.values()) else 1
     except SignalException as error:  # Ctrl-C, or the scheduler; torchrun has ended the processes
         print(f"ended by {error.sigval.name}", file=sys.stderr)
@@ -125,14 +127,44 @@ def launch(processes: int, command: Sequence[str]) -> int:
     return 0
 
 
-def _end_group(process: int) -> None:
-    """End what is left of a process group, whose leader was a rank: torchrun ends those of ranks that still live."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)
+@contextlib.contextmanager
+def _ending_together() -> Iterator[set[int]]:
+    """Have all processes of a failed torchrun end within SECONDS_TO_LEAVE, not its 30 s, and what they started too.
+
+    Yields what will be the ids of those that were asked to end. torchrun has no option for how long it waits once a
+    process has failed, and of what processes have started it ends only what does so when asked.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close, started, asked = PContext.close, set[int](), set[int]()
+
+    def close_soon(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = SECONDS_TO_LEAVE) -> None:
+        started.update(ranks.pids().values())
+        asked.update(filter(_runs, started))
+        close(ranks, death_sig, timeout)
+
+    PContext.close = close_soon  # type: ignore[method-assign, assignment]
+    try:
+        yield asked
+    except BaseException:
+        for leader in started:  # each of a process group of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+        raise
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+
+
+def _runs(process: int) -> bool:
+    """Whether one of this process's children has not ended."""
+    try:
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # it was waited for
+        return False
 
 
 def _explain_signal(rank: int, number: int) -> None:
-    """Say what ended a process, if that was a signal other than torchrun's own, SIGTERM."""
+    """Say what ended a process, if that was a signal other than SIGTERM, which asks it to end."""
     if number == signal.SIGKILL:
         print(
             f"rank {rank} was killed (SIGKILL): where no person and no scheduler did that, the machine ran out of "

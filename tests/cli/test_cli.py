@@ -227,20 +227,35 @@ def test_processes_that_a_signal_ended_are_explained(
     assert crashed == "rank 2 was ended by SIGSEGV"
 
 
-def test_what_a_failed_rank_has_started_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank is gone already; its child would hold the job's output open for as long as it likes."""
-    rank = subprocess.Popen(["sh", "-c", "sleep 60 &"], stdout=subprocess.PIPE, start_new_session=True)
-    assert rank.stdout is not None
-    rank.wait()
+STUBBORN = """
+import os, signal, subprocess, time
+from pathlib import Path
 
-    def failed(options: object) -> None:
-        raise ChildFailedError("rlflow", {0: ProcessFailure(0, rank.pid, 1, "")})
+ready = Path(__file__).with_suffix(".ready")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as its child does
+subprocess.Popen(["sleep", "60"])
+if os.environ["RANK"] == "0":
+    ready.touch()
+    time.sleep(60)
+while not ready.exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    monkeypatch.setattr("torch.distributed.run.run", failed)
+
+def test_nothing_outlives_a_killed_rank_for_long(tmp_path: Path, path: str) -> None:
+    """cases.md G05: neither a rank that ignores SIGTERM, for which torchrun would wait 30 s, nor what ranks started."""
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    code = "import os, sys; os.environ['PYTHONPATH'] += ':' + sys.argv[1]; from rlflow.cli import launch; "
+    code += "sys.exit(launch(2, ['check', *sys.argv[2:]]))"
     begin = time.monotonic()
-    assert cli.launch(1, ["train", "c.yaml"]) == 1
-    assert rank.stdout.read() == b""  # which returns when the child has ended, too
-    assert time.monotonic() - begin < 30
+    result = run(
+        "-c", code, str(tmp_path), path, "rewards.0.function=stubborn:score"
+    )  # which returns when nobody holds the output open
+    assert time.monotonic() - begin < 20
+    assert result.returncode == 1
+    assert "rank 1 was killed (SIGKILL)" in result.stderr
+    assert "rank 0 was" not in result.stderr  # not of itself
 
 
 def test_nproc_checks_before_it_starts_anything(path: str, capsys: pytest.CaptureFixture[str], job: FakeJob) -> None:
