@@ -1,6 +1,8 @@
 """A run that loses a rank in the middle of a step, as the GPU suite has it: it ends, says why, and goes on."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from tests.workers import World
 from tools.gpu import faults, killing
 from tools.gpu.faults import FAULTS, SAVED, STEPS, Ended
 from tools.gpu.grpo_grids import expected_bytes
+from tools.gpu.killing import LOOK
 from tools.gpu.report import read
 from tools.gpu.runs import Sections, steps_of
 
@@ -62,7 +65,7 @@ def test_a_run_that_ends_before_the_kill_has_lost_no_rank(tmp_path: Path, capsys
 
 @pytest.mark.parametrize(
     "changes",
-    [{"said": "rank 1 failed"}, {"left": ("sleep 60",)}, {"code": None}],
+    [{"said": "rank 1 failed"}, {"left": ("sleep 60",)}, {"code": None, "launcher": None}],
     ids=["cause not named", "a process left", "not by itself"],
 )
 def test_an_end_that_is_not_as_it_should_be_is_a_failure(
@@ -73,27 +76,41 @@ def test_an_end_that_is_not_as_it_should_be_is_a_failure(
     assert not faults.report(FAULTS[0], replace(good, **changes))
     first, second = read(capsys.readouterr().out.splitlines())
     assert first.meets_target
+    assert first.details == {
+        "launcher_s": 1.0, "exit": 1, "cause": "named", "killed_at": "", "left": "nothing",
+    }  # fmt: skip
     assert first.details != second.details
 
 
 def test_a_rank_is_killed_once_within_the_work_of_a_phase(tmp_path: Path) -> None:
-    """A phase that was shorter than the delay is let pass, and half the delay waited in the next."""
     program = f"""
 import time
 from tools.gpu.killing import kill_rank
 space = {{"time": time, "__name__": "rlflow.roles.engine"}}
 exec("def train_step(seconds):\\n    time.sleep(seconds)", space)
-score = lambda: kill_rank("", None, row={{}}, rank=1, phase="update", behind={str(tmp_path)!r}, seconds=0.4, note=NOTE)
+score = lambda: kill_rank("", None, row={{}}, rank=1, phase="update", behind={str(tmp_path)!r}, seconds=0.1, note=NOTE)
 NOTE = {str(tmp_path / "note")!r}
 score(), score()
-space["train_step"](0.3)
-time.sleep(0.3)
 space["train_step"](30)
 """
     environment = {**os.environ, "RANK": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=faults.ROOT, timeout=60)
     assert done.returncode == -9
     assert '"place": "rlflow.roles.engine.train_step:2"' in (tmp_path / "note").read_text()
+
+
+def test_a_phase_shorter_than_the_delay_is_let_pass_and_half_of_it_waited_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, waited, kills = tmp_path / "note", list[float](), list[tuple[int, int]]()
+    places = iter(["", "first", "", "", "second", "second"])  # as they are looked at: idle, a short phase, a long one
+    monkeypatch.setattr(killing, "_place", lambda phase: next(places))
+    monkeypatch.setattr(killing, "time", SimpleNamespace(sleep=waited.append, monotonic=lambda: 7.0))
+    monkeypatch.setattr(killing, "os", SimpleNamespace(kill=lambda *given: kills.append(given), getpid=lambda: 4711))
+    killing._kill("update", 0.4, note)
+    assert waited == [LOOK, 0.4, LOOK, LOOK, 0.2]
+    assert kills == [(4711, signal.SIGKILL)]
+    assert json.loads(note.read_text()) == {"at": 7.0, "place": "second"}
 
 
 def test_only_the_rank_named_is_killed_and_not_before_the_checkpoint(
@@ -104,7 +121,8 @@ def test_only_the_rank_named_is_killed_and_not_before_the_checkpoint(
         killing.threading, "Thread", lambda **given: threads.append(given) or SimpleNamespace(start=int)
     )
     arguments = {"rank": 1, "phase": "update", "seconds": 0.1, "note": str(tmp_path / "note")}
-    for rank, behind in (("0", tmp_path), ("1", tmp_path / "none"), ("1", tmp_path), ("1", tmp_path)):
+    calls = [("0", tmp_path, 0), ("1", tmp_path / "none", 0), ("1", tmp_path, 1), ("1", tmp_path, 1)]
+    for rank, behind, expected in calls:
         monkeypatch.setenv("RANK", rank)
         assert killing.kill_rank("", None, row={}, behind=str(behind), **arguments) == 0.0
-        assert len(threads) == (rank == "1" and behind == tmp_path)
+        assert len(threads) == expected

@@ -111,7 +111,7 @@ def grpo() -> Sections:
 class Ended:
     """How a run that lost a rank ended; times are seconds since the rank was killed."""
 
-    launcher: float
+    launcher: float | None  # None where it was ended from here
     everything: float  # PATIENCE or more where something had to be ended from here
     left: tuple[str, ...]  # command lines of what was still there then
     place: str  # where the rank's main thread was
@@ -158,14 +158,16 @@ def _is_told(note: Path) -> bool:
     return note.is_file() and note.read_text().endswith("}")
 
 
-def _wait(launcher: subprocess.Popen[bytes], seen: Iterable[psutil.Process], begin: float) -> tuple[float, float]:
-    """Seconds from `begin` to the launcher's end, and to that of the last process."""
-    launched = float("inf")
+def _wait(
+    launcher: subprocess.Popen[bytes], seen: Iterable[psutil.Process], begin: float
+) -> tuple[float | None, float]:
+    """Seconds from `begin` to the launcher's end, None where it has none within PATIENCE, and to the last process's."""
+    launched = None
     while True:
         now = time.monotonic() - begin
-        if launcher.poll() is not None:
-            launched = min(launched, now)
-        if now >= PATIENCE or (launcher.returncode is not None and not _living(seen)):
+        if launched is None and launcher.poll() is not None:
+            launched = now
+        if now >= PATIENCE or (launched is not None and not _living(seen)):
             return launched, now
         time.sleep(LOOK)
 
@@ -204,8 +206,8 @@ def report(fault: Fault, ended: Ended) -> bool:
     emit(
         "faults", f"{fault.name}: from a rank's kill to the job's end", round(ended.everything, 2), "s", target=TARGET,
         more_is_better=False, details={
-            "launcher_s": round(ended.launcher, 2), "cause": "named" if named else "not named", "exit": ended.code,
-            "killed at": ended.place, "left": list(ended.left) or "nothing",
+            "launcher_s": None if ended.launcher is None else round(ended.launcher, 2), "exit": ended.code,
+            "cause": "named" if named else "not named", "killed_at": ended.place, "left": list(ended.left) or "nothing",
         },
     )  # fmt: skip
     good = named and not ended.left and ended.code == 1
