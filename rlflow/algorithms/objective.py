@@ -15,7 +15,7 @@ from rlflow.algorithms.aggregation import rows_count
 from rlflow.algorithms.importance import mismatch_metrics, truncated_weights
 from rlflow.algorithms.kl import k3, kl_estimator
 from rlflow.algorithms.masked import masked
-from rlflow.algorithms.policy_losses import PolicyTerms, clipped, policy_loss
+from rlflow.algorithms.policy_losses import PER_TOKEN, PolicyTerms, clipped, policy_loss
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class PolicyObjective:
             raise ValueError(f"no importance correction named {self.importance_correction!r}. Valid: tis")
         if self.kl_coef and self.kl_estimator == "k1":
             raise ValueError("k1 in the loss has an expected gradient of zero: take k2, k3 or k1-straight-through")
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether tokens do not meet: the loss is a sum over them, each summand of the token's own numbers."""
+        return self.policy_loss in PER_TOKEN
 
     def with_kl_coef(self, kl_coef: float) -> PolicyObjective:
         """The objective at another KL coefficient; where the loss has no KL term it gets none."""

@@ -53,6 +53,9 @@ class PolicyLoss(NamedTuple):
 PolicyLossFunction = Callable[[PolicyTerms], PolicyLoss]
 policy_loss: Registry[PolicyLossFunction] = Registry("policy loss")
 
+PER_TOKEN = frozenset({"ppo", "cispo", "reinforce"})
+"""Those in which no token's loss depends on another's log-prob."""
+
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp, finite and with a finite gradient whatever the log-ratio."""

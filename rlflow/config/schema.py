@@ -77,8 +77,8 @@ class Role:
     recompute: Literal["none", "selective", "full"] = key("Activations computed again in the backward pass.", "none")
     overlap: bool = key("Overlap the data-parallel collectives with computation.", True)
     logprob_chunk_tokens: int = key(
-        "Tokens whose logits exist at once; a micro-batch that scores no more has them computed once, not twice.",
-        2048, minimum=1,
+        "Tokens whose logits exist at once. They are computed once; twice in a micro-batch that scores more, if the "
+        "loss is one of whole sequences or context is parallel.", 2048, minimum=1,
     )  # fmt: skip
     transformer_engine: bool | None = key(
         "Use Transformer Engine: its attention, but for deterministic or context-parallel models, and the layers of "

@@ -16,6 +16,7 @@ from rlflow.batch import MicroBatch
 from rlflow.batch.packing import bounds_of, seen_by
 from rlflow.batch.zigzag import Segment, context_segments, gathered_places
 from rlflow.models.attention import AttentionInput, AttentionPlan, Gathered, plan_attention
+from rlflow.models.log_probs import SlopesOf
 from rlflow.models.rope import Rope, Ropes, RotationTable, rotation_table
 from rlflow.models.routing import ExpertRows
 
@@ -28,6 +29,7 @@ class Scoring:
     targets: Tensor  # int64 [R], the token ids that are scored
     temperature: float = 1.0
     with_entropy: bool = False
+    slopes_of: SlopesOf | None = None  # what the loss makes of rows, where that is known as soon as they are scored
 
 
 @dataclass

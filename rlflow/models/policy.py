@@ -71,6 +71,7 @@ class LogProbHead(ColumnParallelLinear):
             chunk_tokens=self.chunk_tokens,
             with_entropy=scoring.with_entropy,
             exact_logits=self.exact_logits,
+            slopes_of=scoring.slopes_of,
         )
 
     def _shard(self) -> VocabShard:

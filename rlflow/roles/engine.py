@@ -44,12 +44,10 @@ from rlflow.models import (
 from rlflow.models.config import Recompute
 from rlflow.models.expert_load import AuxiliaryLoss, ExpertLoad
 from rlflow.parallel import Grid, active, device
-from rlflow.roles.forward import Forward, Scored
+from rlflow.roles.forward import Forward, Loss, Objective, Scored
 from rlflow.roles.graphs import GraphedPasses, row_multiple
 from rlflow.roles.residency import Residency
 from rlflow.roles.training import Training, join_as_outsider
-
-Objective = Callable[[Tensor, Tensor | None, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Values(NamedTuple):
@@ -349,16 +347,17 @@ def _learn(
 ) -> tuple[Any, Any]:
     """A training forward of the next micro-batch, and its loss for the schedule."""
     micro_batch = next(micro_batches)
-    output, scored = forward(micro_batch, chunk)
+    cut = {name: values[micro_batch.token_index] for name, values in fields.items()}
+    loss = Loss.of(objective, micro_batch, cut)
+    output, scored = forward(micro_batch, chunk, loss)
 
-    def loss(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def learn(tokens: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         assert scored is not None, "only the last stage has a loss"
-        cut = {name: values[micro_batch.token_index] for name, values in fields.items()}
-        value, metrics = objective(tokens, scored.entropy, cut | {"sample_index": micro_batch.sample_index})
+        value, metrics = loss(scored._replace(tokens=tokens))
         # The schedule would divide by the number of tokens; the weights have done that already.
         return value, torch.zeros((), dtype=torch.int), metrics
 
-    return output, loss
+    return output, learn
 
 
 def _routing_shape(arch: Architecture) -> RoutingShape:

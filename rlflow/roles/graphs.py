@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlflow.batch import MicroBatch
 from rlflow.parallel import Grid, active
-from rlflow.roles.forward import Forward, Scored
+from rlflow.roles.forward import Forward, Loss, Objective, Scored
 from rlflow.roles.training import Training
 
 Fields = Mapping[str, Tensor]
@@ -215,16 +215,16 @@ class GraphedPasses:
         micro_batches: Sequence[MicroBatch],
         forward: Forward,
         fields: Fields,
-        objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+        objective: Objective,
     ) -> list[dict[str, Tensor]]:
         """Add up the gradients of all micro-batches, over replicas too; the objective's metrics of each."""
         (model,) = training.ddp
 
         def compute(micro_batch: MicroBatch, cut: Fields) -> dict[str, Tensor]:
-            _, scored = forward(micro_batch, model)
-            tokens, entropy, _ = _whole(scored)
-            loss, metrics = objective(tokens, entropy, {**cut, "sample_index": micro_batch.sample_index})
-            loss.backward()
+            loss = Loss.of(objective, micro_batch, cut)
+            _, scored = forward(micro_batch, model, loss)
+            value, metrics = loss(_whole(scored))
+            value.backward()
             return metrics
 
         with active(self._grid), self.on_stream():

@@ -45,6 +45,29 @@ def test_nan_outside_the_mask_reaches_neither_loss_nor_gradient(name: str):
     assert values.grad[3] == entropy.grad[3] == 0
 
 
+@pytest.mark.parametrize("name", algorithms.policy_loss.names())
+def test_the_gradient_of_some_tokens_needs_no_others_where_the_loss_is_per_token(name: str):
+    """Sequences are cut in the middle: what says that its tokens do not meet is right, and no other is like that."""
+    draw = torch.Generator().manual_seed(0)
+    objective = PolicyObjective(name, kl_coef=0.1, entropy_coef=0.1, importance_correction="tis")
+    given = {
+        "mask": torch.rand(12, generator=draw) > 0.2,
+        "weights": torch.rand(12, generator=draw),
+        "advantages": torch.randn(12, generator=draw),
+        "sample_index": torch.arange(12) // 6,
+        **{f"{who}_log_probs": -torch.rand(12, generator=draw) for who in ("old", "rollout", "ref")},
+    }
+    values, entropy = -torch.rand(12, generator=draw), torch.rand(12, generator=draw)
+
+    def slopes(rows: slice) -> torch.Tensor:
+        inputs = [each[rows].clone().requires_grad_() for each in (values, entropy)]
+        loss, _ = objective(*inputs, {name: each[rows] for name, each in given.items()})
+        return torch.stack(torch.autograd.grad(loss, inputs))
+
+    parts = torch.cat([slopes(slice(0, 4)), slopes(slice(4, 9)), slopes(slice(9, 12))], 1)
+    assert torch.equal(parts, slopes(slice(None))) == objective.is_per_token
+
+
 def test_terms_add_up():
     """Policy (−1 −1 +1)/3; KL .1·k3(.5)/3 = .1·.106531/3; entropy −.1·(1+2+3)/3."""
     objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.1)

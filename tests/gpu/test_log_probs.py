@@ -44,6 +44,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in the backward pass"])
 @pytest.mark.parametrize("vocab", [5003, 151_936], ids=["odd", "large"])
 @pytest.mark.parametrize("chunk_tokens", [100, 1024], ids=["chunks", "whole"])
 @pytest.mark.parametrize(
@@ -55,12 +56,14 @@ def gap(found: Tensor, expected: Tensor) -> float:
     ],
 )
 def test_all_is_that_of_float64(
-    vocab: int, chunk_tokens: int, dtype: torch.dtype, exact_logits: bool, largest: float, gradients: float
-) -> None:
+    vocab: int, chunk_tokens: int, dtype: torch.dtype, exact_logits: bool, largest: float, gradients: float,
+    at_once: bool,
+) -> None:  # fmt: skip
     hidden, weight, targets, upstream = drawn(vocab, dtype)
     log_probs, entropy = token_log_probs(
         hidden, weight, targets, VocabShard(0, vocab),
         temperature=TEMPERATURE, chunk_tokens=chunk_tokens, with_entropy=True, exact_logits=exact_logits,
+        slopes_of=(lambda rows, *_: (upstream[0][rows], upstream[1][rows])) if at_once else None,
     )  # fmt: skip
     assert entropy is not None
     (log_probs * upstream[0] + entropy * upstream[1]).sum().backward()
@@ -129,16 +132,18 @@ def without_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in the backward pass"])
 @pytest.mark.parametrize("exact_logits", [False, True], ids=["rounded", "exact"])
 @pytest.mark.parametrize("chunk_tokens", [100, 1024], ids=["chunks", "whole"])
-def test_a_graph_does_the_same_again(chunk_tokens: int, exact_logits: bool) -> None:
+def test_a_graph_does_the_same_again(chunk_tokens: int, exact_logits: bool, at_once: bool) -> None:
     hidden, weight, targets, upstream = drawn(5003, torch.bfloat16)
     weight.adds_to_main_grad, weight.main_grad = True, torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
 
     def compute() -> tuple[Tensor, Tensor]:
         log_probs, _ = token_log_probs(
-            hidden, weight, targets, VocabShard(0, 5003), chunk_tokens=chunk_tokens, exact_logits=exact_logits
-        )
+            hidden, weight, targets, VocabShard(0, 5003), chunk_tokens=chunk_tokens, exact_logits=exact_logits,
+            slopes_of=(lambda rows, *_: (upstream[0][rows], None)) if at_once else None,
+        )  # fmt: skip
         (found,) = torch.autograd.grad((log_probs * upstream[0]).sum(), [hidden])
         return log_probs, found
 

@@ -136,9 +136,70 @@ def test_exact_logits_are_not_rounded() -> None:
         assert torch.allclose(hidden_grad.float(), gradients(1024)[1], atol=0.3, rtol=0.1)
 
 
+Found = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def learn(chunk_tokens: int, dtype: torch.dtype, *, at_once: bool, in_place: bool, shard: VocabShard) -> Found:
+    """Log-probs, entropies and both gradients of a loss that is not linear in them."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 16, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(64, 16, generator=draw)[: shard.size + 2].to(dtype).requires_grad_()
+    targets, scale = torch.randint(0, 60, (37,), generator=draw), torch.randn(37, generator=draw)
+    if in_place:
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        weight.adds_to_main_grad = True  # type: ignore[attr-defined]
+
+    def slopes_of(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert entropy is not None
+        return scale[rows] * log_probs.exp(), 2 * scale[rows] * entropy
+
+    log_probs, entropy = token_log_probs(
+        hidden, weight, targets, shard, temperature=0.7, chunk_tokens=chunk_tokens, with_entropy=True,
+        slopes_of=slopes_of if at_once else None,
+    )  # fmt: skip
+    assert entropy is not None
+    (scale * (log_probs.exp() + entropy.square())).sum().backward()
+    found = weight.main_grad if in_place else weight.grad  # type: ignore[attr-defined]
+    assert hidden.grad is not None
+    assert (weight.grad is None) == in_place
+    return log_probs.detach(), entropy.detach(), hidden.grad, found
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["into main_grad", "through autograd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [10, 1024])
+def test_gradients_that_are_known_at_once_are_the_same(chunk_tokens: int, dtype: torch.dtype, in_place: bool) -> None:
+    how: dict[str, Any] = {"in_place": in_place, "shard": VocabShard(0, 60)}
+    late, early = (learn(chunk_tokens, dtype, at_once=at_once, **how) for at_once in (False, True))
+    for expected, found in zip(late, early, strict=True):
+        assert torch.equal(found, expected)
+
+
+def learn_on_two_shards(at_once: bool) -> Found:
+    shard = VocabShard(30 * dist.get_rank(), 30, dist.group.WORLD)
+    return learn(10, torch.float32, at_once=at_once, in_place=False, shard=shard)
+
+
+def test_gradients_are_known_at_once_on_two_ranks(world: Callable[..., Any]) -> None:
+    for expected, found in zip(world(2, learn_on_two_shards, False), world(2, learn_on_two_shards, True), strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_nothing_is_learned_where_nothing_is_to_be() -> None:
+    def slopes_of(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        raise AssertionError("there is no backward pass")
+
+    with torch.no_grad():
+        token_log_probs(torch.ones(2, 4), torch.ones(8, 4), torch.tensor([1, 2]), VocabShard(0, 8), slopes_of=slopes_of)
+
+
 def test_no_tokens_give_no_gradient() -> None:
     hidden, weight = torch.zeros(0, 16, requires_grad=True), torch.ones(64, 16, requires_grad=True)
-    log_probs, _ = token_log_probs(hidden, weight, torch.zeros(0, dtype=torch.int64), VocabShard(0, 60))
-    log_probs.sum().backward()
-    assert weight.grad is not None
-    assert not weight.grad.any()
+    for slopes_of in (None, lambda *of: (of[1], None)):
+        weight.grad = None
+        nothing = torch.zeros(0, dtype=torch.int64)
+        log_probs, _ = token_log_probs(hidden, weight, nothing, VocabShard(0, 60), slopes_of=slopes_of)
+        log_probs.sum().backward()
+        assert weight.grad is not None
+        assert not weight.grad.any()

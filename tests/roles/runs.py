@@ -70,6 +70,21 @@ def learn(folder: Path, case: Case, settings: dict[str, Any], steps: int, object
     return Learned(engine.tell(metrics), before, after, engine.log_probs(own, 1.0))
 
 
+def learn_both_ways(folder: Path, case: Case) -> list[tuple[list[dict[str, float]], dict[str, Tensor]]]:
+    """Two steps of a loss per token, and of the same one that does not say so: metrics and the weights behind them."""
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    objective, found = PolicyObjective(entropy_coef=0.1, clip_high=0.01), []
+    for each in (objective, lambda *given: objective(*given)):
+        engine, batch = make_engine(folder, case, Optimizer(lr=1e-3)), random_batch()
+        own = batch.select(list(range(engine.grid.replica(engine.grid.rank), len(batch), engine.grid.dp)))
+        own.tokens["old_log_probs"] = engine.log_probs(own, 0.8)
+        steps = [engine.train_step(own, each, temperature=0.8, lr=1e-3, with_entropy=True) for _ in range(2)]
+        found.append((engine.tell(steps), canonical(engine)))
+    return found
+
+
 def canonical(engine: Any) -> dict[str, Tensor]:
     """The whole model under Hugging Face names, on rank 0."""
     from megatron_bridge.execute import connect
