@@ -114,7 +114,7 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
         state = checkpoints.state(checkpoint)
         look_at_end(config, steps, checkpoint, state.step)
         if state.loader is not None:
-            loader.load_state(state.loader)
+            loader.load_state(state.loader, checkpoint)
     look_at_weights(config)
     look_at_layers(config)
     save_config(config)  # what is refused above leaves the folder of an earlier run as it was

@@ -6,6 +6,7 @@ continues on any number of ranks.
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlflow.batch.sample import Prompt
@@ -14,7 +15,7 @@ from rlflow.errors import UserError
 
 NAMES = {
     "prompts": "{} prompts in data.train, this run has {}",
-    "seed": "another trainer.seed",
+    "seed": "trainer.seed {}, this run has {}",
     "shuffle": "data.shuffle {}, this run has {}",
 }
 """What a run that goes on must have as the run had it."""
@@ -55,13 +56,14 @@ class Loader:
         """Plain values from which `load_state` continues with the next batch."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; raises UserError where data, seed or shuffling are not the same."""
+    def load_state(self, state: dict[str, Any], source: Path) -> None:
+        """Continue where `state` was taken, which `source` holds.
+
+        Raises UserError where data, seed or shuffling are not the same.
+        """
         for key, value in self._identity().items():
             if state[key] != value:
-                raise UserError(
-                    "trainer.resume", f"the checkpoint was written with {NAMES[key].format(state[key], value)}"
-                )
+                raise UserError("trainer.resume", f"{source} was written with {NAMES[key].format(state[key], value)}")
         self.epoch, self.position = state["epoch"], state["position"]
         self._order = self._permutation()
 

@@ -45,7 +45,7 @@ def test_a_state_continues_with_the_next_batch(steps: int) -> None:
     unbroken, stopped, resumed = (Loader(PROMPTS, 4, 3) for _ in range(3))
     rows(unbroken, steps)
     rows(stopped, steps)
-    resumed.load_state(stopped.state())
+    resumed.load_state(stopped.state(), Path())
     assert rows(resumed, 7) == rows(unbroken, 7)
 
 
@@ -53,15 +53,20 @@ def test_resuming_with_another_batch_size_goes_on_after_the_rows_seen() -> None:
     """cases.md D10: 16 rows, 8 of them seen; the next are 8.. exactly once, on any number of ranks."""
     stopped, resumed = Loader(PROMPTS, 4, 0, shuffle=False), Loader(PROMPTS, 2, 0, shuffle=False)
     rows(stopped, 2)
-    resumed.load_state(stopped.state())
+    resumed.load_state(stopped.state(), Path())
     assert rows(resumed, 4) == list(range(8, 16))
 
 
 def test_a_state_of_other_data_is_refused() -> None:
     state = Loader(PROMPTS, 4, 0).state()
-    for other in (Loader(PROMPTS[:12], 4, 0), Loader(PROMPTS, 4, 1), Loader(PROMPTS, 4, 0, shuffle=False)):
-        with pytest.raises(UserError, match="the checkpoint was written with"):
-            other.load_state(state)
+    for other, words in (
+        (Loader(PROMPTS[:12], 4, 0), "16 prompts in data.train, this run has 12"),
+        (Loader(PROMPTS, 4, 1), "trainer.seed 0, this run has 1"),
+        (Loader(PROMPTS, 4, 0, shuffle=False), "data.shuffle True, this run has False"),
+    ):
+        with pytest.raises(UserError) as raised:
+            other.load_state(state, Path("runs/step_000004"))
+        assert str(raised.value) == f"trainer.resume: runs/step_000004 was written with {words}"
 
 
 def test_fewer_prompts_than_a_batch_are_refused_with_the_counts(tmp_path: Path) -> None:
