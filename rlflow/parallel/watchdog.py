@@ -33,7 +33,7 @@ class Watchdog:
 
     A rank that another rank waits for is named when half of `timeout_seconds` has passed, and again, once, shortly
     before the end of it; then the process leaves with code 1. So do all others, those of other machines too, when one
-    rank has failed or the store is gone.
+    rank has failed or the store is gone; a rank alone, too, when the launcher that serves its store has been killed.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -57,16 +57,15 @@ class Watchdog:
         self._phase = (number + further, phase, self._now())
 
     def __enter__(self) -> Watchdog:
-        if self._size > 1:
-            self._publish()
-            self._thread.start()
+        self._publish()
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping.set()
-        if error is None and self._size > 1:
+        if error is None:
             self._thread.join()  # the store may go as soon as this rank has left
 
     def _watch(self) -> None:
@@ -131,7 +130,7 @@ class Watchdog:
             return
         if os.environ.get("LOCAL_RANK", "0") == "0":
             where = f"{os.environ.get('MASTER_ADDR', 'node 0')}:{os.environ.get('MASTER_PORT', '')}"
-            what = f"in phase '{self._phase[1]}': the job's store, at {where}, is gone, and its first node with it"
+            what = f"in phase '{self._phase[1]}': the job's store, at {where}, is gone, and with it what started the job"
             print(f"rank {self._rank} ends {what}: {error}", file=sys.stderr, flush=True)
         end_process(1)
 

@@ -38,12 +38,12 @@ class Ended:
 
 def run(
     size: int, function: Callable[..., None], *args: Any, folder: Path, own_store: bool = False,
-    stopped: int | None = None,
+    stopped: int | None = None, store_until: Path | None = None,
 ) -> Ended:  # fmt: skip
     """Run `function(*args)` as a job of `size` ranks, each a machine to itself.
 
     With `own_store` rank 0 serves the store, not this process. The rank `stopped` never ends by itself: it is killed
-    when the others have ended.
+    when the others have ended. The store is gone once there is a file `store_until`, as if its agent had been killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlflow.checkpoint", "tests.parallel.fault_ranks"])
@@ -56,6 +56,10 @@ def run(
     ]
     for process in ranks:
         process.start()
+    while store_until is not None and not store_until.exists():
+        time.sleep(0.05)
+    if store_until is not None:
+        store = None
     alone = {process.sentinel for rank, process in enumerate(ranks) if rank != stopped}
     alone -= set(wait(list(alone), 60)[:1])
     first = time.monotonic()
@@ -140,6 +144,15 @@ def lose(victim: int) -> None:
         meet()
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3600)
+
+
+def compute(begun: Path) -> None:
+    """A rank that meets nobody, and says by a file that it is at work."""
+    parallel.initialize(60, 0)
+    with parallel.Watchdog(4) as watchdog, parallel.reporting(lambda: "update"):
+        watchdog.enter("update")
+        begun.touch()
         time.sleep(3600)
 
 

@@ -56,6 +56,14 @@ def test_ranks_end_when_the_store_has_gone_with_rank_0(tmp_path: Path) -> None:
     assert "rank 1 ends in phase 'update': the job's store, at 127.0.0.1:" in ended.errors
 
 
+def test_a_rank_alone_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    """Or it would train on beside the run that goes on in its place."""
+    begun = tmp_path / "begun"
+    ended = run(1, fault_ranks.compute, begun, folder=tmp_path, store_until=begun)
+    assert ended.codes == [1], ended.errors
+    assert "rank 0 ends in phase 'update': the job's store, at 127.0.0.1:" in ended.errors
+
+
 def test_a_group_has_one_name_also_where_it_is_shown_as_the_whole_job(world: World) -> None:
     """Or ranks inside `sub_world` and those on their way would seem to have no group in common."""
     assert world(3, _names_of_groups) == [True, True, True]
