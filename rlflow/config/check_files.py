@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_bridge.families import load_architecture
 from rlflow.config.faults import Fault, nearest
-from rlflow.config.schema import Config
+from rlflow.config.schema import Config, Data
 from rlflow.errors import UserError
 
 
@@ -33,6 +33,9 @@ def training_faults(config: Config) -> Iterator[Fault]:
         yield Fault("trainer.output_dir", None, "must be given: the folder of the run")
     elif trainer.output_dir.startswith("~"):
         yield Fault("trainer.output_dir", trainer.output_dir, "~ is not replaced", f"${{HOME}}{trainer.output_dir[1:]}")
+    elif trainer.output_dir.partition("://")[1]:
+        rule = "must be a folder of this machine or mounted on it, not a URL"
+        yield Fault("trainer.output_dir", trainer.output_dir, rule)
     elif problem := _unwritable(Path(trainer.output_dir)):
         yield Fault("trainer.output_dir", trainer.output_dir, problem)
     if trainer.resume == "never" and any(Path(trainer.output_dir).glob("checkpoints/step_*")):
@@ -59,8 +62,11 @@ def evaluation_faults(config: Config, *, required: bool) -> Iterator[Fault]:
 
 
 def reward_faults(config: Config) -> Iterator[Fault]:
-    """Reward functions that cannot be imported or called with their arguments, names used twice, no weight at all."""
-    from rlflow.rewards.resolve import resolve
+    """Reward functions that cannot be imported or called with their arguments, or that lack the answer to compare with.
+
+    Also names used twice, and no weight at all.
+    """
+    from rlflow.rewards.columns import needs_answer
 
     if not any(reward.weight for reward in config.rewards) and not _has_reward_model(config):
         yield Fault("rewards", None, "at least one reward with a weight other than 0 must be given")
@@ -70,7 +76,10 @@ def reward_faults(config: Config) -> Iterator[Fault]:
     names = [reward.label for reward in config.rewards]
     for number, reward in enumerate(config.rewards):
         try:
-            resolve(reward)
+            if needs_answer(reward) and config.data.answer_key is None:
+                key = f"rewards.{number}.function"
+                rule = f"{key} = {reward.function} compares with the answer, and none is given"
+                yield Fault("data.answer_key", "null", rule, Data.answer_key, (key,))
         except UserError as error:
             yield Fault(f"rewards.{number}.{error.where}", None, error.message)
         first = names.index(names[number])

@@ -1,7 +1,7 @@
-"""What a reward function reads of a row beside its answer, so that data without it are refused before anything starts.
+"""What a reward function needs of a row, so that data without it are refused before anything starts.
 
-A function declares it with `reads`; what is declared is looked for by the configuration's check, which knows a file's
-columns, and in each row by `data`.
+A function declares columns with `reads`, and with `compares_with_answer` that it cannot do without the answer; what is
+declared is looked for by the configuration's check, which knows a file's columns, and in each row by `data`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from rlflow.config.schema import Reward
 from rlflow.rewards.resolve import resolve
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-ATTRIBUTE = "columns_read"
+ATTRIBUTE, NEEDS_ANSWER = "columns_read", "needs_answer"
 
 
 def reads(*columns: str) -> Callable[[Function], Function]:
@@ -22,6 +22,17 @@ def reads(*columns: str) -> Callable[[Function], Function]:
         return function
 
     return declare
+
+
+def compares_with_answer(function: Function) -> Function:
+    """Declare that `function` has no meaning where `answer` is None for all rows."""
+    setattr(function, NEEDS_ANSWER, True)
+    return function
+
+
+def needs_answer(reward: Reward) -> bool:
+    """Whether the function declares that; raises UserError as `resolve` does."""
+    return getattr(resolve(reward).func, NEEDS_ANSWER, False)
 
 
 def columns_read(rewards: Sequence[Reward]) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from rlflow.rewards.columns import compares_with_answer
 from rlflow.rewards.grader import Grader
 
 NUMBER = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d*)(\.\d+)?(?<=\d)(/\d+)?")
@@ -16,6 +17,7 @@ GRADER = Grader()
 DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
+@compares_with_answer
 def math(response: str, answer: Any, *, row: dict[str, Any], timeout_seconds: float = 5.0) -> dict[str, float]:
     """Score 1 where the response's last \\boxed{…} equals the answer; format 1 where there is such a box.
 

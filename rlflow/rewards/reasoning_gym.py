@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rlflow.rewards.columns import reads
+from rlflow.rewards.columns import compares_with_answer, reads
 
 try:
     from reasoning_gym import get_score_answer_fn
@@ -17,6 +17,7 @@ except ImportError as error:
     raise ImportError("reasoning-gym cannot be imported; install rlflow with its extra: [reasoning-gym]") from error
 
 
+@compares_with_answer
 @reads("question", "metadata.source_dataset")
 def verified(
     response: str, answer: str, *, row: dict[str, Any], tag: str | None = None, exact: bool = False

@@ -47,6 +47,16 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     assert fault.startswith("rewards.0.function: given:judge must be callable as")
 
 
+@pytest.mark.parametrize("name", ["exact_match", "integer_answer", "character_share", "math"])
+def test_functions_that_compare_with_an_answer_are_refused_without_one(tmp_path: Path, name: str) -> None:
+    rewards = [{"function": "given:plain"}, {"function": f"rlflow.rewards:{name}"}]
+    compares = f"rewards.1.function = rlflow.rewards:{name} compares with the answer, and none is given"
+    fault = f"data.answer_key = null: {compares}; nearest: answer"
+    assert faults(tmp_path, "data.answer_key=null", rewards=rewards) == [fault]
+    assert faults(tmp_path, "data.answer_key=null", rewards=rewards[:1]) == []
+    assert faults(tmp_path, rewards=rewards) == []
+
+
 @pytest.mark.parametrize(
     ("second", "column"),
     [
