@@ -60,7 +60,8 @@ def range_faults(config: Config) -> Iterator[Fault]:
                     holds, words = LIMITS[name]
                     if value is not None and not holds(value, limit):
                         close = str(limit) if name in ("minimum", "maximum") else None
-                        yield Fault(f"{section.name}.{item.name}", value, f"must be {words} {limit}", close)
+                        rule = f"must be {words} {limit}" + (", or null" if type(None) in get_args(item.type) else "")
+                        yield Fault(f"{section.name}.{item.name}", value, rule, close)
 
 
 def algorithm_faults(config: Config) -> Iterator[Fault]:

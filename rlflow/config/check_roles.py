@@ -190,5 +190,6 @@ def _read(config: Config, name: str) -> tuple[Architecture | None, list[Fault]]:
 
 
 def _count(role: Role, world_size: int | None) -> int | None:
+    """How many ranks a role has; None where that is unknown, or the job has not all of them."""
     ranks = rank_list(role.ranks, world_size)
-    return None if ranks is None else len(ranks)
+    return None if ranks is None or any(rank_faults("", ranks, world_size)) else len(ranks)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from rlflow.config.document import parse
-from rlflow.config.faults import Fault, nearest
+from rlflow.config.faults import Fault, as_written, nearest
 from rlflow.config.names import unknown_keys
 
 
@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
 
 def build(cls: type, tree: Any, path: str, faults: list[Fault]) -> Any:
     """The dataclass `cls` from `tree`; what does not fit is added to `faults` and left at its default."""
-    tree = _read_mapping(tree, path, faults)
+    tree, missing = _read_mapping(tree, path, faults)
     hints = get_type_hints(cls)
     known = {item.name: item for item in fields(cls)}
     prefix = f"{path}." if path else ""
@@ -73,18 +73,19 @@ def build(cls: type, tree: Any, path: str, faults: list[Fault]) -> Any:
         if name in tree:
             values[name] = _field(item, hints[name], tree[name], prefix + name, faults)
         elif _default(item) is MISSING:
-            values[name] = _missing(item, hints[name], prefix + name, faults)
+            values[name] = _missing(item, hints[name], prefix + name, missing)
     return cls(**values)
 
 
-def _read_mapping(tree: Any, path: str, faults: list[Fault]) -> dict[str, Any]:
+def _read_mapping(tree: Any, path: str, faults: list[Fault]) -> tuple[dict[str, Any], list[Fault]]:
+    """The mapping, and where faults of keys that it lacks go: nowhere, if it is none at all."""
     value = plain(tree) if isinstance(tree, Text) else tree
     if value is None:
-        return {}
+        return {}, faults
     if not isinstance(value, dict):
         faults.append(Fault(path, value, "must hold keys and values"))
-        return {}
-    return {str(name): item for name, item in value.items()}
+        return {}, []
+    return {str(name): item for name, item in value.items()}, faults
 
 
 def _field(item: Field, hint: Any, value: Any, path: str, faults: list[Fault]) -> Any:
@@ -92,12 +93,14 @@ def _field(item: Field, hint: Any, value: Any, path: str, faults: list[Fault]) -
         return build(hint, value, path, faults)  # type: ignore[arg-type]
     if get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
         return _list_of(get_args(hint)[0], value, path, faults)
+    if hint is str and _is_null(value):
+        return _missing(item, hint, path, faults, "null")
     try:
         return convert(value, hint)
     except Mismatch as mismatch:
-        faults.append(Fault(path, repr(value) if value is None else value, mismatch.args[0], mismatch.nearest))
-        default = _default(item)
-        return "" if default is MISSING else default
+        faults.append(Fault(path, as_written(value), mismatch.args[0], mismatch.nearest))
+    default = _default(item)
+    return "" if default is MISSING else default
 
 
 def _list_of(cls: type, value: Any, path: str, faults: list[Fault]) -> tuple[Any, ...]:
@@ -112,10 +115,10 @@ def _default(item: Field) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-def _missing(item: Field, hint: Any, path: str, faults: list[Fault]) -> Any:
+def _missing(item: Field, hint: Any, path: str, faults: list[Fault], given: str | None = None) -> Any:
     if is_dataclass(hint):
         return build(hint, {}, path, faults)  # type: ignore[arg-type]
-    faults.append(Fault(path, None, f"must be given: {item.metadata['doc']}"))
+    faults.append(Fault(path, given, f"must be given: {item.metadata['doc']}"))
     return ""
 
 
@@ -126,8 +129,12 @@ def _read(text: str) -> Any:
         raise Mismatch("cannot be read as YAML") from error
 
 
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, Text) and value == "null")
+
+
 def _one_of(value: Any, options: tuple[Any, ...]) -> Any:
-    if type(None) in options and (value is None or (isinstance(value, Text) and value in ("null", ""))):
+    if type(None) in options and (_is_null(value) or (isinstance(value, Text) and not value)):
         return None
     mismatches = []
     for option in options:
@@ -137,16 +144,27 @@ def _one_of(value: Any, options: tuple[Any, ...]) -> Any:
             except Mismatch as mismatch:
                 mismatches.append(mismatch)
     rules = " or ".join(str(mismatch) for mismatch in mismatches)
-    if set(options) == {bool, type(None)}:
-        rules = "must be true, false or null"
+    if type(None) in options:
+        rules = _or_null(rules)
     nearest_value = next((mismatch.nearest for mismatch in mismatches if mismatch.nearest), None)
     raise Mismatch(rules, nearest_value)
+
+
+def _or_null(rule: str) -> str:
+    """`rule` with null as one more value that would do."""
+    if rule == "must be true or false":
+        return "must be true, false or null"
+    demand, semicolon, advice = rule.partition(";")
+    return f"{demand}{',' if 'one of' in demand else ''} or null{semicolon}{advice}"
 
 
 def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
     if value in choices:
         return str(value)
-    raise Mismatch(f"must be one of {', '.join(choices)}", nearest(str(value), choices, cutoff=0.4))
+    rule = f"must be one of {', '.join(choices)}"
+    if _is_null(value):  # which is spelled like words that mean something else
+        raise Mismatch(rule, "none" if "none" in choices else None)
+    raise Mismatch(rule, nearest(str(value), choices, cutoff=0.4))
 
 
 def _scalar(value: Any, expected: type) -> Any:

@@ -60,6 +60,8 @@ def assemble(
 
 def read(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file, as it stands there; raises UserError."""
+    if Path(path).is_dir():
+        raise UserError(path, "is a folder; a YAML file in it is due")
     if not Path(path).is_file():
         raise UserError(path, "no such file")
     try:

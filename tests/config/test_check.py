@@ -25,8 +25,9 @@ def test_the_example_is_good(tmp_path: Path) -> None:
         ("optimizer.beta2=1", "optimizer.beta2 = 1.0: must be below 1"),
         ("rollout.temperature=0", "rollout.temperature = 0.0: must be above 0"),
         ("rollout.sleep_level=3", "rollout.sleep_level = 3: must be at most 2; nearest: 2"),
-        ("algorithm.dual_clip=1", "algorithm.dual_clip = 1.0: must be above 1"),
-        ("trainer.steps=0", "trainer.steps = 0: must be at least 1; nearest: 1"),
+        ("algorithm.dual_clip=1", "algorithm.dual_clip = 1.0: must be above 1, or null"),
+        ("actor.ranks=0-9", "actor.ranks = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]: the job has the ranks 0 to 1; nearest: all"),
+        ("trainer.steps=0", "trainer.steps = 0: must be at least 1, or null; nearest: 1"),
         ("profile.steps=[0]", "profile.steps = 0: must be at least 1: the first step has this number; nearest: 1"),
         ("profile.steps=[10,11]", "profile.steps = 11: must be at most trainer.steps = 10; nearest: 10"),
         ("rollout.top_k=0", "rollout.top_k = 0: must be -1 (all tokens) or at least 1; nearest: -1"),
@@ -279,7 +280,8 @@ def test_data_files(tmp_path: Path) -> None:
     assert faults(tmp_path, f"data.train={table}") == [
         f"data.answer_key = answer: no such column in {table}, which has prompt, label"
     ]
-    assert faults(tmp_path, f"data.train={table}", "data.answer_key=null") == []
+    (fault,) = faults(tmp_path, f"data.train={table}", "data.answer_key=null")  # no column is looked for
+    assert fault.startswith("data.answer_key = null: rewards.0.function = rlflow.rewards:integer_answer compares with")
     found = faults(tmp_path, f"data.train={table}", "data.answer_key=label", "trainer.prompts_per_step=10",
                    "data.evaluation=null")  # fmt: skip
     assert found == [f"data.train = {table}: has 9 rows, fewer than the 10 of a step"]
@@ -323,6 +325,10 @@ def test_output_folder(tmp_path: Path) -> None:
     assert fault.endswith("/file is a file")
     (fault,) = faults(tmp_path, "trainer.output_dir=~/run")
     assert fault == "trainer.output_dir = ~/run: ~ is not replaced; nearest: ${HOME}/run"
+    (fault,) = faults(tmp_path, "trainer.output_dir=s3://bucket/run")
+    assert fault == (
+        "trainer.output_dir = s3://bucket/run: must be a folder of this machine or mounted on it, not a URL"
+    )
 
 
 def test_a_fresh_start_needs_a_folder_without_checkpoints(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_ppo_needs_no_groups(tmp_path: Path) -> None:
         (f"{PPO} model.dtype=float32 critic.transformer_engine=true",
          "critic.transformer_engine = true: packed attention of Transformer Engine has no float32: needs model.dtype = "
          "bfloat16; nearest: null"),
-        (f"{KL} reference.ema=1", "reference.ema = 1.0: must be below 1"),
+        (f"{KL} reference.ema=1", "reference.ema = 1.0: must be below 1, or null"),
         (f"{KL} algorithm.kl_controller=adaptive algorithm.kl_horizon=12",
          "algorithm.kl_horizon = 12: must be above a fifth of the 64 samples of a step, or the coefficient may become "
          "negative; nearest: 64"),

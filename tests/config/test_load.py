@@ -66,7 +66,7 @@ def test_quoted_values_in_a_file_are_read_as_the_key_demands() -> None:
     [
         ("rollout", "n", 2.5, "rollout.n = 2.5: must be a whole number; nearest: 2"),
         ("rollout", "n", True, "rollout.n = true: must be a whole number"),
-        ("rollout", "n", None, "rollout.n = None: must be a whole number"),
+        ("rollout", "n", None, "rollout.n = null: must be a whole number"),
         ("optimizer", "lr", False, "optimizer.lr = false: must be a finite number"),
         ("optimizer", "lr", float("nan"), "optimizer.lr = nan: must be a finite number"),
         ("trainer", "export", "yes", "trainer.export = yes: must be true or false"),
@@ -74,7 +74,16 @@ def test_quoted_values_in_a_file_are_read_as_the_key_demands() -> None:
         ("actor", "transformer_engine", "yes", "actor.transformer_engine = yes: must be true, false or null"),
         ("trainer", "output_dir", 7, "trainer.output_dir = 7: must be text; write '7' in quotes"),
         ("rollout", "stop_token_ids", 3, "rollout.stop_token_ids = 3: must be a list"),
-        ("model", "path", None, "model.path = None: must be text; write 'None' in quotes"),
+        ("model", "path", None, "model.path = null: must be given: Folder with config.json, tokenizer and weights: "
+         "safetensors, or a Megatron checkpoint (torch_dist)."),
+        ("data", "train", None, "data.train = null: must be given: Training file; needed to train."),
+        ("tracking", "wandb", 7, "tracking.wandb = 7: must be text or null; write '7' in quotes"),
+        ("algorithm", "dual_clip", "maybe", "algorithm.dual_clip = maybe: must be a finite number or null"),
+        ("trainer", "steps", 2.5, "trainer.steps = 2.5: must be a whole number or null; nearest: 2"),
+        ("algorithm", "importance_correction", True,
+         "algorithm.importance_correction = true: must be one of tis, or null"),
+        ("rollout", "quantization", "fp4", "rollout.quantization = fp4: must be one of fp8, or null; nearest: fp8"),
+        ("actor", "recompute", None, "actor.recompute = null: must be one of none, selective, full; nearest: none"),
         ("algorithm", "kl_in", "lose", "algorithm.kl_in = lose: must be one of loss, reward; nearest: loss"),
         ("model", "dtype", "bf16", "model.dtype = bf16: must be one of float32, bfloat16; nearest: bfloat16"),
     ],
@@ -145,6 +154,11 @@ def test_overrides_reach_into_lists_and_make_what_is_missing() -> None:
         ("trainer.steps", "trainer.steps: must be written section.key=value"),
         ("=3", "=3: must be written section.key=value"),
         ("trainer=3", "trainer = 3: must hold keys and values"),
+        ("model=3", "model = 3: must hold keys and values"),
+        ("rewards=[3]", "rewards.0 = 3: must hold keys and values"),
+        ("data.train=null", "data.train = null: must be given: Training file; needed to train."),
+        ("actor.recompute=null", "actor.recompute = null: must be one of none, selective, full; nearest: none"),
+        ("model.dtype=null", "model.dtype = null: must be one of float32, bfloat16"),
         ("rollout.stop_token_ids=[1", "rollout.stop_token_ids = [1: cannot be read as YAML"),
     ],
 )
@@ -183,6 +197,8 @@ def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         load(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="is a folder; a YAML file in it is due"):
+        load(tmp_path)
 
 
 def test_all_faults_come_at_once(tmp_path: Path) -> None:
