@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -40,6 +41,7 @@ from rlflow.roles.engine import takes_transformer_engine
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.placement import choose
 from rlflow.rollout.vllm_engine import VLLMRollout
+from rlflow.run_folder import alone_in
 from rlflow.tracking import Tracker
 from rlflow.tracking.table import show
 from rlflow.trainers import held_out, online
@@ -53,7 +55,7 @@ def train(config: Config) -> int:
     run: online.Run | None = None
     with parallel.reporting(lambda: run.tracker.running if run else "start"):
         start(config)
-        with parallel.Watchdog(config.trainer.timeout_seconds) as watchdog:
+        with parallel.Watchdog(config.trainer.timeout_seconds) as watchdog, writing_folder(config):
             run = assemble(config, watchdog.enter)
             online.train(run)
             online.finish(run)
@@ -171,6 +173,11 @@ def start(config: Config) -> None:
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def writing_folder(config: Config) -> contextlib.AbstractContextManager[None]:
+    """The run's folder as this rank's own; on ranks that do not keep the records nothing."""
+    return alone_in(Path(config.trainer.output_dir)) if is_main(config) else contextlib.nullcontext()
 
 
 def save_config(config: Config) -> None:

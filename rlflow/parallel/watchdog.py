@@ -130,8 +130,8 @@ class Watchdog:
             return
         if os.environ.get("LOCAL_RANK", "0") == "0":
             where = f"{os.environ.get('MASTER_ADDR', 'node 0')}:{os.environ.get('MASTER_PORT', '')}"
-            what = f"in phase '{self._phase[1]}': the job's store, at {where}, is gone, and with it what started the job"
-            print(f"rank {self._rank} ends {what}: {error}", file=sys.stderr, flush=True)
+            what = f"the job's store, at {where}, is gone, and with it what started the job: {error}"
+            print(f"rank {self._rank} ends in phase '{self._phase[1]}': {what}", file=sys.stderr, flush=True)
         end_process(1)
 
     def _now(self) -> float:
