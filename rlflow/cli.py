@@ -16,6 +16,7 @@ from functools import partial
 from rlflow import __version__
 from rlflow.config import Config, assemble, load, role_sections
 from rlflow.config.check import Purpose
+from rlflow.config.load import of_model
 from rlflow.config.summary import summarize
 from rlflow.errors import UserError
 
@@ -183,7 +184,7 @@ def _config(args: argparse.Namespace, purpose: Purpose) -> Config:
         raise UserError("--nproc", "torchrun has started this process already; use one of them")
     ranks = {"world_size": args.nproc or int(started or 1), "ranks_per_node": args.nproc}
     if args.config is None:
-        return assemble({"model": {"path": args.model}}, args.overrides, purpose=purpose, source="generate", **ranks)
+        return assemble(of_model(args.model), args.overrides, purpose=purpose, source="generate", **ranks)
     return load(args.config, args.overrides, purpose=purpose, **ranks)
 
 

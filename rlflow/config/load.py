@@ -13,13 +13,14 @@ from typing import Any
 
 import yaml
 
+from megatron_bridge.families import load_architecture
 from rlflow.config.check import Purpose, check
 from rlflow.config.convert import Mismatch, Text, build, plain
 from rlflow.config.document import parse, write
 from rlflow.config.faults import Fault, independent, refuse
 from rlflow.config.ranks import ranks_on_node, written_out, written_short
 from rlflow.config.roles import follow, is_followed, without_idle_sections
-from rlflow.config.schema import Config
+from rlflow.config.schema import Config, Rollout
 from rlflow.errors import UserError
 
 VARIABLE = re.compile(r"\$(\$\{)|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
@@ -56,6 +57,18 @@ def assemble(
     config, faults = interpret(tree, overrides, ranks_per_node or ranks_on_node())
     refuse(source, faults + independent(check(config, world_size, purpose), faults))
     return resolve(config)
+
+
+def of_model(folder: str) -> dict[str, Any]:
+    """The mapping of a configuration that has a model and nothing else, with lengths that fit its positions."""
+    tree: dict[str, Any] = {"model": {"path": folder}}
+    try:
+        positions = load_architecture(folder).max_positions
+    except UserError:  # the check will say it
+        return tree
+    if positions < Rollout.max_prompt_length + Rollout.max_response_length:
+        tree["rollout"] = dict.fromkeys(("max_prompt_length", "max_response_length"), positions // 2)
+    return tree
 
 
 def read(path: str | Path) -> dict[str, Any]:

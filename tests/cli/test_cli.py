@@ -143,6 +143,25 @@ def test_generate_takes_a_model_or_a_config(job: FakeJob, path: str, capsys: pyt
     assert "needs either CONFIG or --model" in capsys.readouterr().err
 
 
+def test_generate_takes_lengths_that_fit_the_model(
+    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """512 positions are less than the lengths by default, 512 tokens of a prompt and as many of a response."""
+    small = json.loads((QWEN / "config.json").read_text()) | {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    command = ["generate", "--model", str(tmp_path), "--prompt", "hi"]
+
+    def lengths() -> tuple[int, int]:
+        return job.seen.config.rollout.max_prompt_length, job.seen.config.rollout.max_response_length
+
+    assert cli.main(command) == 0
+    assert lengths() == (256, 256)
+    assert cli.main([*command, "rollout.max_response_length=100"]) == 0
+    assert lengths() == (256, 100)
+    assert cli.main([*command, "rollout.max_response_length=500"]) == 2
+    assert "rollout.max_response_length = 500: with rollout.max_prompt_length = 256" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["train"], ["trian", "x"], ["check", "x", "--world-size", "0"], ["train", "x", "--what"]]
 )
