@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from megatron_bridge.folders import sync_to_disk
+from rlflow.errors import UserError
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -75,12 +76,22 @@ def steps(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> int | None:
-    """The newest complete step; a newer folder that is broken is passed over with a warning that says why."""
-    for step in reversed(steps(root)):
-        reason = fault(folder_of(root, step))
+    """The newest complete step, None where there are no checkpoints; newer broken ones are passed over with a warning.
+
+    UserError where there are checkpoints of which none is complete: to start anew would write over what may be mended.
+    """
+    faults: dict[Path, str] = {}
+    for folder in (folder_of(root, step) for step in reversed(steps(root))):
+        reason = fault(folder)
         if reason is None:
-            return step
-        log.warning("checkpoint %s is passed over: %s", folder_of(root, step), reason)
+            for broken, why in faults.items():
+                log.warning("checkpoint %s is passed over: %s", broken, why)
+            return int(folder.name.removeprefix("step_"))
+        faults[folder] = reason
+    if faults:
+        newest, reason = next(iter(faults.items()))
+        advice = "remove them, take another trainer.output_dir, or give another checkpoint's folder as trainer.resume"
+        raise UserError("trainer.resume", f"{root} has checkpoints, none complete; {newest.name}: {reason}; {advice}")
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megatron_bridge.folders import together
 from rlflow.checkpoint import folders, weights
 from rlflow.errors import UserError
 from rlflow.parallel.sub_world import agree_on_group_names
@@ -90,7 +91,7 @@ class Checkpoints:
                 raise UserError("trainer.resume", f"{resume} is no complete checkpoint: {reason}")
             return Path(resume)
         # Rank 0 looks and tells: a shared file system may show ranks different things.
-        found = [folders.latest(self.root) if dist.get_rank() == 0 else None]
+        found = [together(lambda: folders.latest(self.root) if dist.get_rank() == 0 else None, None)]
         dist.broadcast_object_list(found, src=0)
         return None if found[0] is None else folders.folder_of(self.root, found[0])
 

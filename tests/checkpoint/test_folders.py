@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlflow.checkpoint import folders
+from rlflow.errors import UserError
 
 
 def write(root: Path, step: int, text: str = "weights") -> Path:
@@ -23,7 +24,7 @@ def test_a_folder_is_visible_only_when_published(tmp_path: Path) -> None:
     assert folders.latest(tmp_path) == 3
 
 
-@pytest.mark.parametrize(
+DAMAGES = pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (lambda folder: (folder / "actor" / "shard").unlink(), "actor/shard is missing"),
@@ -33,12 +34,26 @@ def test_a_folder_is_visible_only_when_published(tmp_path: Path) -> None:
         (lambda folder: (folder / folders.MANIFEST).write_text('{"step": 30'), "its manifest.json is broken"),
     ],
 )
+
+
+@DAMAGES
 def test_a_broken_folder_is_passed_over_with_the_reason(tmp_path, damage, reason, caplog) -> None:  # cases.md F02
     write(tmp_path, 20)
     damage(write(tmp_path, 30))
     with caplog.at_level(logging.WARNING):
         assert folders.latest(tmp_path) == 20
     assert reason in caplog.text
+
+
+@DAMAGES
+def test_where_none_is_complete_nothing_starts_anew_over_them(tmp_path, damage, reason) -> None:
+    (folders.begin(tmp_path, 40) / "shard").write_text("half")
+    for step in (20, 30):
+        damage(write(tmp_path, step))
+    with pytest.raises(UserError) as raised:
+        folders.latest(tmp_path)
+    said = f"trainer.resume: {tmp_path} has checkpoints, none complete; step_000030: {reason}; remove them, take "
+    assert str(raised.value).startswith(said)
 
 
 def test_an_interrupted_save_leaves_the_older_step_and_is_cleaned_at_the_next(tmp_path: Path) -> None:  # F04, F11
