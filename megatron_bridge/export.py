@@ -6,6 +6,7 @@ byte. The folder appears under its name only when it is whole, and a failure of 
 """
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_bridge.checkpoints import cast_dtypes, dtypes_in, names_of, open_source
 from megatron_bridge.contents import DEFAULT_FILE_BYTES, Contents, plan_contents
 from megatron_bridge.execute import DEFAULT_BUCKET_BYTES, Traffic, connect
+from megatron_bridge.families import Architecture
 from megatron_bridge.files import MappedFile, close_files, tensor_files, write_index, writing
 from megatron_bridge.folders import Carried, NewFolder, together
 from megatron_bridge.layouts import Layout
@@ -62,6 +64,16 @@ def export_hf(
         together(lambda: close_files(mapped), group)
         together(lambda: finish_hf(new, carried, contents, dtype) if lead else None, group)
     return traffic
+
+
+def exported_bytes(source: str | Path, arch: Architecture) -> int:
+    """Bytes of the weights that `export_hf` writes of a model that came from `source`, in the dtypes that it has there.
+
+    Raises UserError for a broken source.
+    """
+    names = names_of(source, arch)
+    dtypes = dtypes_in(names, *open_source(source, arch))
+    return sum(prod(param.shape) * dtypes[name].itemsize for name, param in names.parameters(names.ranks[0]).items())
 
 
 def _contents(layout: Layout, source: Path, dtype: torch.dtype | None, file_bytes: int) -> Contents:

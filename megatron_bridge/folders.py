@@ -144,7 +144,7 @@ class NewFolder:
     def check_space(self, needed: int) -> None:
         """UserError if the disk of the folder has less than `needed` bytes free."""
         if needed > (free := self.free):
-            raise UserError(self.target, f"needs {needed / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free there")
+            raise UserError(self.target, f"needs {show_bytes(needed)}, but {show_bytes(free)} are free there")
 
     @property
     def free(self) -> int:
@@ -188,6 +188,16 @@ class NewFolder:
             if lead:
                 self.discard()
             raise
+
+
+def show_bytes(size: int) -> str:
+    """A size as people write it, in powers of 1,000."""
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def _check_leftover(folder: Path) -> None:

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_bridge.checkpoints import open_source
+from megatron_bridge.export import exported_bytes
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.layouts import HFLayout
 from megatron_bridge.placement import Placement
 from rlflow import parallel
 from rlflow.algorithms import PolicyObjective, ValueObjective
 from rlflow.batch.sample import Prompt
-from rlflow.checkpoint import Checkpoints, State
+from rlflow.checkpoint import Checkpoints, State, folders
 from rlflow.config import Config, dump
 from rlflow.config.ranks import rank_list
 from rlflow.config.roles import changing_roles, role_path, role_sections
@@ -41,7 +42,7 @@ from rlflow.roles.engine import takes_transformer_engine
 from rlflow.rollout.engine import RolloutEngine
 from rlflow.rollout.placement import choose
 from rlflow.rollout.vllm_engine import VLLMRollout
-from rlflow.run_folder import alone_in
+from rlflow.run_folder import alone_in, check_space
 from rlflow.tracking import Tracker
 from rlflow.tracking.table import show
 from rlflow.trainers import held_out, online
@@ -119,6 +120,7 @@ def assemble(config: Config, entered: Callable[[str], None] = lambda phase: None
             loader.load_state(state.loader, checkpoint)
     look_at_weights(config)
     look_at_layers(config)
+    make_room(config, architecture)
     save_config(config)  # what is refused above leaves the folder of an earlier run as it was
     # The rollout first: what vLLM takes must not depend on what else is on the device.
     placement = place(config, architecture)
@@ -178,6 +180,17 @@ def start(config: Config) -> None:
 def writing_folder(config: Config) -> contextlib.AbstractContextManager[None]:
     """The run's folder as this rank's own; on ranks that do not keep the records nothing."""
     return alone_in(Path(config.trainer.output_dir)) if is_main(config) else contextlib.nullcontext()
+
+
+def make_room(config: Config, architecture: Architecture) -> None:
+    """Remove checkpoints that were not finished; refuse a disk that could not take the trained model at the end."""
+    if not is_main(config):
+        return
+    folder = Path(config.trainer.output_dir)
+    folders.remove_unfinished(folder / "checkpoints")
+    if config.trainer.export:
+        needed = exported_bytes(config.model.path, architecture)
+        check_space(folder, needed, "the trained model, which trainer.export writes at the end,")
 
 
 def save_config(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run while the run writes it: one run at a time.
+"""The folder of a run while the run writes it: one run at a time, and what a full disk does to it.
 
 What the files in it are is left to those who write them: `checkpoint`, `tracking`, and the bridge for a trained model.
 """
@@ -6,19 +6,26 @@ What the files in it are is left to those who write them: `checkpoint`, `trackin
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_bridge.folders import show_bytes
 from rlflow.errors import UserError
 
 log = logging.getLogger(__name__)
 LOCK = "run.lock"
 KEY = "trainer.output_dir"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_BYTES = 2**20  # free on a disk that a write has filled
 
 
 @contextlib.contextmanager
@@ -64,3 +71,44 @@ def _tell_holder(handle: int) -> None:
     with contextlib.suppress(OSError):  # on a full disk the lock holds all the same, but nobody is told whose it is
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """UserError if the disk of a folder has less than `needed` bytes free for `what`."""
+    if needed > (free := _free(folder)):
+        rule = f"{folder} has {show_bytes(free)} free, {what} needs {show_bytes(needed)}"
+        raise UserError(KEY, f"{rule}: make room, or take another folder")
+
+
+@contextlib.contextmanager
+def naming_full_disk(folder: Path, what: str) -> Iterator[None]:
+    """What fails because the disk of a folder is full, while `what` is written there, is a UserError that says so."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:
+        if (words := _lack_of_space(error, folder)) is None:
+            raise
+        rule = f"{folder}: {words}, while {what} was written"
+        raise UserError(KEY, f"{rule}: make room, lower trainer.keep (0 keeps all), or take another folder") from error
+
+
+def _lack_of_space(error: BaseException, folder: Path) -> str | None:
+    """The system's words if a full disk is what an error comes from; not all who write tell why they failed."""
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, OSError) and found.errno in FULL:
+            return os.strerror(found.errno)
+        if isinstance(found, CheckpointException):
+            pending += [failure for failure, _ in found.failures.values()]
+        if found is not None:
+            pending += [found.__cause__, found.__context__]
+    full = os.strerror(errno.ENOSPC)
+    return full if full in str(error) or _free(folder) < FULL_BYTES else None
+
+
+def _free(folder: Path) -> int:
+    """Bytes free on the disk of a folder, which need not exist so far."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_bridge.families import load_architecture
 from rlflow import job
 from rlflow.checkpoint import State, folders
 from rlflow.checkpoint.store import STATE
@@ -77,3 +78,19 @@ def test_a_run_cannot_end_before_the_checkpoint_that_it_goes_on_from(
         with pytest.raises(UserError, match=message):
             job.assemble(Config(Model(str(tiny_model("qwen2"))), trainer=trainer))
     job.look_at_end(Config(Model(""), trainer=trainer), 4, Path(folder), 4)
+
+
+def test_a_disk_without_room_for_the_trained_model_is_refused_at_start(
+    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the bytes are those of the tensors in the model's file; 8 bytes and a header come before them."""
+    model = tiny_model("qwen2")
+    file = (model / "model.safetensors").read_bytes()
+    weights = len(file) - 8 - int.from_bytes(file[:8], "little")
+    monkeypatch.setattr(job, "is_main", lambda config: True)
+    config = Config(Model(str(model)), trainer=Trainer(output_dir=str(tmp_path)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": weights}))
+    job.make_room(config, load_architecture(model))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": weights - 1}))
+    with pytest.raises(UserError, match=r"trainer\.output_dir: .* free, the trained model, which trainer\.export"):
+        job.make_room(config, load_architecture(model))

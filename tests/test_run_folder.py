@@ -1,19 +1,23 @@
-"""Who may write the folder of a run."""
+"""Who may write the folder of a run, and what is said where its disk is full."""
 
 import errno
 import fcntl
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
 from rlflow import run_folder
 from rlflow.errors import UserError
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def write_until_killed(folder: Path, pipe: Connection) -> None:
@@ -56,3 +60,45 @@ def test_a_file_system_without_locks_is_written_and_said(
     with caplog.at_level(logging.WARNING), run_folder.alone_in(tmp_path):
         pass
     assert f"{tmp_path} cannot be locked (No locks available)" in caplog.text
+
+
+def wrapped(error: Exception) -> RuntimeError:
+    failure = RuntimeError("Worker failure")
+    failure.__cause__ = error
+    return failure
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        wrapped(FULL),
+        CheckpointException("save", {1: (FULL, None)}),  # type: ignore[dict-item]
+        RuntimeError(f"worker 3: {FULL}"),
+    ],
+)
+def test_a_full_disk_is_said_in_one_line(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised, run_folder.naming_full_disk(tmp_path, "checkpoint step_000004"):
+        raise error
+    said = f"trainer.output_dir: {tmp_path}: No space left on device, while checkpoint step_000004 was written: "
+    assert str(raised.value) == said + "make room, lower trainer.keep (0 keeps all), or take another folder"
+
+
+def test_a_failure_that_does_not_say_why_is_a_full_disk_s_only_where_nothing_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's, which has "unexpected pos" for a write that was cut."""
+    with pytest.raises(RuntimeError, match="unexpected pos"), run_folder.naming_full_disk(tmp_path / "new", "it"):
+        raise RuntimeError("unexpected pos 64 vs 0")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0}))
+    with pytest.raises(UserError, match="No space left"), run_folder.naming_full_disk(tmp_path, "it"):
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+
+def test_space_is_said_in_units_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 812_000}))
+    run_folder.check_space(tmp_path, 812_000, "it")
+    with pytest.raises(UserError) as raised:
+        run_folder.check_space(tmp_path, 5_120_000, "the trained model")
+    said = f"trainer.output_dir: {tmp_path} has 812.00 kB free, the trained model needs 5.12 MB: "
+    assert str(raised.value).startswith(said)

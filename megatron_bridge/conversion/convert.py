@@ -15,10 +15,10 @@ import torch
 from megatron_bridge.checkpoints import cast_dtypes, dtypes_in, widened
 from megatron_bridge.contents import DEFAULT_FILE_BYTES, Contents, plan_contents
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, Checkpoint
-from megatron_bridge.conversion.memory import DEFAULT_MEMORY, expected_peak, mapped_budget, peak_memory, show_bytes
+from megatron_bridge.conversion.memory import DEFAULT_MEMORY, expected_peak, mapped_budget, peak_memory
 from megatron_bridge.conversion.progress import Progress
 from megatron_bridge.distcp_writer import ITERATION, Files, plan_files, write_torch_dist
-from megatron_bridge.folders import CONFIG, NAMES, Carried, NewFolder, together
+from megatron_bridge.folders import CONFIG, NAMES, Carried, NewFolder, show_bytes, together
 from megatron_bridge.hf_writer import write_hf
 from megatron_bridge.layouts import HFLayout, MegatronLayout
 

@@ -17,10 +17,10 @@ from typing import Any
 from megatron_bridge.checkpoints import hf_layout, name_faults, names_of
 from megatron_bridge.command_line import path, say
 from megatron_bridge.conversion.checkpoint import HUGGING_FACE, find_model, kind_of
-from megatron_bridge.conversion.memory import show_bytes
 from megatron_bridge.distcp import find_iteration, read_metadata
 from megatron_bridge.families import Architecture, load_architecture
 from megatron_bridge.files import DTYPES, read_header, tensor_files
+from megatron_bridge.folders import show_bytes
 from megatron_bridge.layouts.torch_dist import IGNORED, are_layers_stacked
 
 FACTS = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "head", "max_positions")

@@ -40,13 +40,3 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise ValueError(text)
     return size
-
-
-def show_bytes(size: int) -> str:
-    """A size as people write it, in powers of 1,000."""
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"

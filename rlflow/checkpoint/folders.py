@@ -4,9 +4,11 @@ A step is written into `step_000010.partial` and renamed when everything in it i
 lists every file with its size, so that a folder that lost a file is never taken. What is inside is left to `store`.
 """
 
+import contextlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_bridge.folders import sync_to_disk
@@ -27,6 +29,22 @@ def begin(root: Path, step: int) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what interrupted saves left, which may be what fills the disk. One rank, before the job saves anything."""
+    for partial in root.glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """While a step is written: what ends this early, on any rank, removes the folder."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def publish(partial: Path, step: int) -> Path:

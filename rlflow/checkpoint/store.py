@@ -20,6 +20,7 @@ from rlflow.checkpoint import folders, weights
 from rlflow.errors import UserError
 from rlflow.parallel.sub_world import agree_on_group_names
 from rlflow.roles.engine import Engine
+from rlflow.run_folder import naming_full_disk
 
 log = logging.getLogger(__name__)
 STATE, RNG = "trainer.pt", "rng_{rank}.pt"
@@ -47,9 +48,18 @@ class Checkpoints:
         self.root, self.keep = root, keep
 
     def save(self, engines: Mapping[str, Engine], state: State) -> Path:
-        """Write step `state.step`; visible under its final name only when every rank has written."""
+        """Write step `state.step`; visible under its final name only when every rank has written.
+
+        Raises UserError where the disk is full. Nothing is left of what was not finished.
+        """
+        final = folders.folder_of(self.root, state.step)
+        partial = final.with_suffix(folders.PARTIAL)
+        with folders.removed_on_failure(partial), naming_full_disk(self.root, f"checkpoint {final.name}"):
+            self._save(engines, state, partial)
+        return final
+
+    def _save(self, engines: Mapping[str, Engine], state: State, partial: Path) -> None:
         rank = dist.get_rank()
-        partial = folders.folder_of(self.root, state.step).with_suffix(folders.PARTIAL)
         if rank == 0:
             folders.begin(self.root, state.step)
         dist.barrier()
@@ -65,7 +75,6 @@ class Checkpoints:
             folders.publish(partial, state.step)
             folders.retain(self.root, self.keep, state.step)
         dist.barrier()
-        return partial.with_suffix("")
 
     def find(self, resume: str, roles: Sequence[str] = ()) -> Path | None:
         """The folder that `trainer.resume` means: `auto` the newest complete one, `never` none, else a folder.

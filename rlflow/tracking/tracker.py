@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rlflow.batch import Sample
 from rlflow.config.schema import Config
+from rlflow.run_folder import naming_full_disk
 from rlflow.tracking import plot
 from rlflow.tracking.clock import StepClock
 from rlflow.tracking.console import Console, step_line
@@ -86,17 +87,23 @@ class Tracker:
             return
         metrics = {**metrics, **times, **most, **self._speed(metrics, times["time/step"])}
         left = (self._total - step) * sum(self._recent) / len(self._recent)
-        self._record(step, metrics, left)
-        if samples:
-            self._record_samples(step, samples)
+        with naming_full_disk(self._run_dir, f"step {step} (metrics, samples)"):
+            self._record(step, metrics, left)
+            if samples:
+                self._record_samples(step, samples)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics measured outside of a step, such as those before the first."""
         if self._is_main and metrics:
-            self._record(step, metrics, None)
+            with naming_full_disk(self._run_dir, f"step {step} (metrics)"):
+                self._record(step, metrics, None)
 
     def finish(self) -> Record:
         """Write summary.json and curve.png from everything recorded, also before a resume; returns the summary."""
+        with naming_full_disk(self._run_dir, "the summary"):
+            return self._finish()
+
+    def _finish(self) -> Record:
         self.close()
         if not self._is_main:
             return {}

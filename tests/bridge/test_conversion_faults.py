@@ -119,7 +119,7 @@ def test_a_disk_that_is_full(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     said = run("import", "--hf", source, "--out", tmp_path / "out", code=2)
-    assert said == f"error: {tmp_path / 'out'}: needs 0.00 GB, but 0.00 GB are free there\n"
+    assert said == f"error: {tmp_path / 'out'}: needs 154.99 kB, but 1.00 kB are free there\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 

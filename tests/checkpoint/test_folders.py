@@ -1,11 +1,12 @@
 """Which checkpoint folders are taken, and when old ones go."""
 
+import errno
 import logging
 from pathlib import Path
 
 import pytest
 
-from rlflow.checkpoint import folders
+from rlflow.checkpoint import folders, store
 from rlflow.errors import UserError
 
 
@@ -89,3 +90,23 @@ def test_keep_zero_keeps_all(tmp_path: Path) -> None:  # F04, H06
         write(tmp_path, step)
     folders.retain(tmp_path, keep=0, newest=3)
     assert folders.steps(tmp_path) == [1, 2, 3]
+
+
+def test_what_fills_the_disk_goes_when_a_save_fails_and_when_a_run_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(states: object, path: Path) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store.torch, "save", fill)
+    monkeypatch.setattr(store, "agree_on_group_names", lambda: None)
+    monkeypatch.setattr(store.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(store.dist, "barrier", lambda: None)
+    write(tmp_path, 1)
+    with pytest.raises(UserError, match="No space left on device, while checkpoint step_000002 was written"):
+        store.Checkpoints(tmp_path, keep=2).save({}, store.State(step=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    (folders.begin(tmp_path, 2) / "shard").write_text("half")
+    folders.remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
