@@ -11,12 +11,18 @@ from rlflow.config.faults import Fault, nearest
 from rlflow.config.schema import Config, Data
 from rlflow.errors import UserError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Of which a tokenizer's folder has at least one."""
+
 
 def file_faults(config: Config) -> Iterator[Fault]:
     """Paths and settings that every command reads."""
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not Path(tokenizer).is_dir():
         yield Fault("model.tokenizer", tokenizer, "no such folder")
+    elif tokenizer is not None and not any((Path(tokenizer) / name).exists() for name in TOKENIZER_FILES):
+        rule = f"holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
+        yield Fault("model.tokenizer", tokenizer, rule)
     if config.data.system_prompt is not None and not config.data.chat_template:
         rule = "only a chat template can hold it"
         yield Fault("data.chat_template", "false", rule, "true", ("data.system_prompt",))

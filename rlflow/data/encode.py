@@ -22,10 +22,16 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise UserError(folder, f"holds no usable tokenizer: {error}") from error
+        # What transformers says of missing files are several lines on other ways to have a tokenizer.
+        raise _no_tokenizer(folder, "" if "\n" in str(error) else f" ({error})") from error
     if not tokenizer("a", add_special_tokens=False).input_ids:  # transformers makes one without a vocabulary up
-        raise UserError(folder, "holds no usable tokenizer: are tokenizer.json and tokenizer_config.json there?")
+        raise _no_tokenizer(folder)
     return tokenizer
+
+
+def _no_tokenizer(folder: str | Path, reason: str = "") -> UserError:
+    advice = "are tokenizer.json and tokenizer_config.json there?"
+    return UserError("model.tokenizer", f"{folder} holds no usable tokenizer{reason}: {advice}")
 
 
 class Encoder:

@@ -274,6 +274,13 @@ def test_models_that_cannot_be_used_are_one_more_fault(tmp_path: Path) -> None:
         assert words in found[0]
 
 
+def test_a_folder_of_something_else_is_no_tokenizer(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, f"model.tokenizer={tmp_path}")
+    assert fault.startswith(f"model.tokenizer = {tmp_path}: holds no tokenizer: none of tokenizer.json, ")
+    (tmp_path / "tokenizer.json").touch()
+    assert faults(tmp_path, f"model.tokenizer={tmp_path}") == []
+
+
 def test_data_files(tmp_path: Path) -> None:
     table = tmp_path / "t.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 9, "label": [1] * 9}), table)
