@@ -18,11 +18,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def file_faults(config: Config) -> Iterator[Fault]:
     """Paths and settings that every command reads."""
     tokenizer = config.model.tokenizer
-    if tokenizer is not None and not Path(tokenizer).is_dir():
-        yield Fault("model.tokenizer", tokenizer, "no such folder")
-    elif tokenizer is not None and not any((Path(tokenizer) / name).exists() for name in TOKENIZER_FILES):
-        rule = f"holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
-        yield Fault("model.tokenizer", tokenizer, rule)
+    if tokenizer not in (None, config.model.path):
+        yield from _tokenizer_faults(Path(tokenizer))
     if config.data.system_prompt is not None and not config.data.chat_template:
         rule = "only a chat template can hold it"
         yield Fault("data.chat_template", "false", rule, "true", ("data.system_prompt",))
@@ -127,6 +124,13 @@ def _tokens(folder: str) -> dict[int, str] | None:
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     added = {token["id"]: token["content"] for token in content.get("added_tokens", ())}
     return {number: token for token, number in vocabulary.items()} | added or None
+
+
+def _tokenizer_faults(folder: Path) -> Iterator[Fault]:
+    if not folder.is_dir():
+        yield Fault("model.tokenizer", folder, "no such folder")
+    elif not any((folder / name).exists() for name in TOKENIZER_FILES):
+        yield Fault("model.tokenizer", folder, f"holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
 
 
 def _has_reward_model(config: Config) -> bool:
