@@ -44,13 +44,14 @@ class Encoder:
         bos = tokenizer.bos_token_id
         self._adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
 
-    def encode(self, prompts: Sequence[Any], first_row: int = 0) -> list[list[int]]:
-        """Token ids of each prompt; raises UserError with the row, counted from 0, of one that cannot be used."""
-        texts = [self._text(prompt, f"row {row}") for row, prompt in enumerate(prompts, start=first_row)]
+    def encode(self, prompts: Sequence[Any], places: Sequence[str] | None = None) -> list[list[int]]:
+        """Token ids of each prompt; raises UserError with the place, `row 0` and so on, of one that cannot be used."""
+        places = [f"row {number}" for number in range(len(prompts))] if places is None else places
+        texts = [self._text(prompt, place) for prompt, place in zip(prompts, places, strict=True)]
         encoded = self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
-        for row, ids in enumerate(encoded, start=first_row):
+        for ids, place in zip(encoded, places, strict=True):
             if not ids:
-                raise UserError(f"row {row}", "the prompt is empty")
+                raise UserError(place, "the prompt is empty")
         return [self._with_one_bos(ids) for ids in encoded]
 
     def _text(self, prompt: Any, where: str) -> str:

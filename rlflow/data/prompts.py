@@ -11,7 +11,7 @@ from typing import Any, overload
 from rlflow.batch.sample import Prompt
 from rlflow.config.schema import Data
 from rlflow.data.encode import Encoder
-from rlflow.data.readers import read_rows
+from rlflow.data.readers import placed_rows
 from rlflow.errors import UserError
 
 ROWS_AT_ONCE = 1024
@@ -63,16 +63,16 @@ def load_prompts(
     """
     encoder = Encoder(tokenizer, chat_template=data.chat_template, system_prompt=data.system_prompt)
     prompts, overlong = PromptSet(name), _Overlong(data.overlong, max_length)
-    for number, token_ids, row in _encoded(path, encoder, data, reads):
+    for number, (place, token_ids, row) in enumerate(_encoded(path, encoder, data, reads)):
         if limit is not None and len(prompts) == limit:
             break
         prompts.rows_read += 1
-        kept = overlong.fit(number, token_ids)
+        kept = overlong.fit(place, token_ids)
         if kept is not None:
             answer = None if data.answer_key is None else row[data.answer_key]
             prompts.append(number, kept, row, answer)
     overlong.refuse(path, prompts.rows_read)
-    cut = len(overlong.rows)
+    cut = len(overlong.places)
     prompts.dropped, prompts.truncated = (cut, 0) if data.overlong == "filter" else (0, cut)
     return prompts
 
@@ -82,56 +82,60 @@ class _Overlong:
 
     def __init__(self, mode: str, limit: int) -> None:
         self.mode, self.limit = mode, limit
-        self.rows: list[int] = []
+        self.places: list[str] = []
         self.longest = 0
 
-    def fit(self, row: int, token_ids: list[int]) -> list[int] | None:
+    def fit(self, place: str, token_ids: list[int]) -> list[int] | None:
         if len(token_ids) <= self.limit:
             return token_ids
-        self.rows.append(row)
+        self.places.append(place)
         self.longest = max(self.longest, len(token_ids))
         cut = {"left": token_ids[-self.limit :], "right": token_ids[: self.limit]}
         return cut.get(self.mode)
 
     def refuse(self, path: str, rows_read: int) -> None:
-        if self.rows and self.mode == "error":
-            shown = ", ".join(map(str, self.rows[:5])) + (", …" if len(self.rows) > 5 else "")
+        if self.places and self.mode == "error":
+            shown = ", ".join(self.places[:5]) + (", …" if len(self.places) > 5 else "")
             raise UserError(
                 path,
-                f"{len(self.rows)} of {rows_read} prompts are longer than rollout.max_prompt_length = {self.limit} "
-                f"(rows {shown}; the longest has {self.longest} tokens): raise it, or set data.overlong to filter, "
+                f"{len(self.places)} of {rows_read} prompts are longer than rollout.max_prompt_length = {self.limit} "
+                f"({shown}; the longest has {self.longest} tokens): raise it, or set data.overlong to filter, "
                 "left or right",
             )
 
 
 def _encoded(
     path: str, encoder: Encoder, data: Data, reads: Sequence[tuple[str, str]]
-) -> Iterator[tuple[int, list[int], dict[str, Any]]]:
-    """Row number, token ids and row, tokenised in blocks, which is what fast tokenizers are fast at."""
-    rows, first = read_rows(path), 0
-    while block := list(islice(rows, ROWS_AT_ONCE)):
-        for number, row in enumerate(block, start=first):
+) -> Iterator[tuple[str, list[int], dict[str, Any]]]:
+    """Place in the file, token ids and row, tokenised in blocks, which is what fast tokenizers are fast at."""
+    placed = placed_rows(path)
+    while block := list(islice(placed, ROWS_AT_ONCE)):
+        for place, row in block:
             for selector in ("prompt_key", "answer_key"):
                 column = getattr(data, selector)
                 if column is not None and column not in row:
-                    raise _missing(path, number, row, f"column {column} (data.{selector})")
+                    what = f"no column {column} (data.{selector})"
+                    raise UserError(f"{path}, {place}", f"{what}; there is {', '.join(row)}")
             for column, key in reads:
-                if not _holds(row, column):
-                    raise _missing(path, number, row, f"value of {column} ({key})")
+                if reason := _lack(row, column):
+                    raise UserError(f"{path}, {place}", f"no value of {column} ({key}); {reason}")
+        places, rows = zip(*block, strict=True)
         try:
-            encoded = encoder.encode([row[data.prompt_key] for row in block], first)
+            encoded = encoder.encode([row[data.prompt_key] for row in rows], places)
         except UserError as error:
             raise UserError(f"{path}, {error.where}", error.message) from error
-        yield from zip(range(first, first + len(block)), encoded, block, strict=True)
-        first += len(block)
+        yield from zip(places, encoded, rows, strict=True)
 
 
-def _holds(row: dict[str, Any], column: str) -> bool:
+def _lack(row: dict[str, Any], column: str) -> str | None:
+    """Why a row has no value of `column`, whose `column.key` is a key of a mapping; None where it has one."""
     value: Any = row
+    passed = ""
     for name in column.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value is not None
-
-
-def _missing(path: str, number: int, row: dict[str, Any], what: str) -> UserError:
-    return UserError(f"{path}, row {number}", f"no {what}; there is {', '.join(row)}")
+        if not isinstance(value, dict):
+            return f"{passed} is {value!r:.40}, which has no keys"
+        if name not in value:
+            has = f"{passed} has" if passed else "there is"
+            return f"{has} {', '.join(value) or 'no keys'}"
+        value, passed = value[name], f"{passed}.{name}".lstrip(".")
+    return f"{passed} is null" if value is None else None

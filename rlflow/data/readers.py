@@ -36,12 +36,18 @@ class Description:
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """Every row of the file; raises UserError with the line where a row is no JSON object."""
+    return (row for _, row in placed_rows(path))
+
+
+def placed_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """As `read_rows`, each row with where it stands: `line 1` is the first of a text, `row 0` of parquet."""
     with _open(path) as file:
         if _format(path) == "parquet":
-            for batch in _parquet(path, file).iter_batches(ROWS_AT_ONCE):
-                yield from map(plain, batch.to_pylist())
+            batches = _parquet(path, file).iter_batches(ROWS_AT_ONCE)
+            rows = (plain(row) for batch in batches for row in batch.to_pylist())
+            yield from ((f"row {number}", row) for number, row in enumerate(rows))
         else:
-            yield from _json_rows(path, file)
+            yield from ((f"line {number}", row) for number, row in _json_rows(path, file))
 
 
 def describe(path: str) -> Description:
@@ -50,7 +56,7 @@ def describe(path: str) -> Description:
         if _format(path) == "parquet":
             metadata = _parquet(path, file).metadata
             return Description(tuple(metadata.schema.to_arrow_schema().names), metadata.num_rows)
-        return Description(tuple(key for row in islice(_json_rows(path, file), 1) for key in row), None)
+        return Description(tuple(key for _, row in islice(_json_rows(path, file), 1) for key in row), None)
 
 
 def plain(value: Any) -> Any:
@@ -99,7 +105,8 @@ def _parquet(path: str, file: IO[bytes]) -> pyarrow.parquet.ParquetFile:
         raise UserError(path, f"is not a parquet file: {error}") from error
 
 
-def _json_rows(path: str, file: IO[bytes]) -> Iterator[dict[str, Any]]:
+def _json_rows(path: str, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers, from 1, and rows; empty lines are none."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -108,4 +115,4 @@ def _json_rows(path: str, file: IO[bytes]) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{path}, line {number}", f"is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise UserError(f"{path}, line {number}", "is not a JSON object: every line must be one")
-            yield row
+            yield number, row

@@ -41,7 +41,7 @@ def test_text_messages_and_json_messages_are_the_same_prompt(encoder: Encoder, p
 def test_prompts_that_are_none_name_their_row(encoder: Encoder, prompt: Any, message: str) -> None:
     """cases.md D05."""
     with pytest.raises(UserError) as raised:
-        encoder.encode(["w7", prompt], first_row=40)
+        encoder.encode(["w7", prompt], ["row 40", "row 41"])
     assert raised.value.where == "row 41"
     assert raised.value.message.startswith(message)
 
@@ -162,7 +162,7 @@ def test_overlong_prompts_are_an_error_before_the_first_step(tmp_path: Path, tur
     with pytest.raises(UserError) as raised:
         load_prompts(path, make_tokenizer(), Data(train=path), max_length=512, name="train")
     assert raised.value.where == path
-    assert "1 of 2 prompts are longer than rollout.max_prompt_length = 512 (rows 1; the longest" in str(raised.value)
+    assert "1 of 2 prompts are longer than rollout.max_prompt_length = 512 (line 2; the longest" in str(raised.value)
 
 
 def test_only_the_first_prompts(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_rows_without_a_column_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, [{"prompt": "w1", "answer": 1}, {"prompt": "w1", "label": 1}])
     with pytest.raises(UserError) as raised:
         read(path)
-    assert str(raised.value) == f"{path}, row 1: no column answer (data.answer_key); there is prompt, label"
+    assert str(raised.value) == f"{path}, line 2: no column answer (data.answer_key); there is prompt, label"
 
 
 def test_rows_need_no_answer_where_nothing_compares_with_one(tmp_path: Path) -> None:
