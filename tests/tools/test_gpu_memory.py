@@ -10,6 +10,7 @@ from rlflow.config.check import check
 from rlflow.errors import UserError
 from rlflow.inspect.calibration import GIB, Calibration, load_calibration
 from rlflow.inspect.memory import predict
+from tools.gpu import memory
 from tools.gpu.calibrate import Measured, architecture, fit
 from tools.gpu.memory import CASES, WHOLE_RUNS, finished_run, given_runs, write
 from tools.gpu.shapes import SHAPES
@@ -77,3 +78,16 @@ def test_a_written_calibration_is_what_predictions_take(tmp_path: Path) -> None:
     (tmp_path / "calibration.json").write_text("[]")
     with pytest.raises(UserError, match="must hold coefficients"):
         load_calibration(tmp_path / "calibration.json")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"coefficients": {}}'])
+def test_a_file_that_is_no_calibration_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    path = tmp_path / "calibration.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr("sys.argv", ["memory", "--check", str(path)])
+    assert memory.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: ")

@@ -291,7 +291,11 @@ def main() -> int:
     parser.add_argument("--check", type=Path, nargs="?", const=calibration.FILE, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.check is not None:
-        return check(arguments.check)
+        try:
+            return check(arguments.check)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     if arguments.out is None:
         parser.error("--out FOLDER or --check is needed")
     require_gpu()
