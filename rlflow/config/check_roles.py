@@ -59,6 +59,9 @@ def read_model(key: str, path: str) -> tuple[Architecture | None, list[Fault]]:
     try:
         return load_architecture(path), []
     except UserError as error:
+        if error.where == path and (Path(path) / "manifest.json").is_file():
+            rule = "is a checkpoint of a run, of which `rlflow-convert export` makes a model's folder (docs/bridge.md)"
+            return None, [Fault(key, path, rule)]
         where = "" if error.where == path else f" ({error.where})"
         return None, [Fault(key, path, f"{error.message}{where}")]
 

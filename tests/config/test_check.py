@@ -263,9 +263,12 @@ def test_lengths_must_fit_the_model(tmp_path: Path) -> None:
 def test_models_that_cannot_be_used_are_one_more_fault(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "step_000010").mkdir()
+    (tmp_path / "step_000010" / "manifest.json").touch()
     for path, words in (
         (tmp_path / "none", "no such folder"),
         (tmp_path / "empty", "no config.json"),
+        (tmp_path / "step_000010", "is a checkpoint of a run, of which `rlflow-convert export` makes a model's folder"),
         (tmp_path, "model_type 'gpt2' is not one of"),
     ):
         found = faults(tmp_path, f"model.path={path}", "rollout.n=0")
