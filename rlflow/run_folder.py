@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from rlflow.errors import UserError
 log = logging.getLogger(__name__)
 LOCK = "run.lock"
 KEY = "trainer.output_dir"
+PATIENCE, PAUSE = 15.0, 0.2  # seconds: ranks whose launcher was killed end within about 10
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FULL_BYTES = 2**20  # free on a disk that a write has filled
 
@@ -45,25 +47,33 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def _lock(folder: Path) -> int:
     """The handle of the locked file, to be closed at the end."""
+    deadline = time.monotonic() + PATIENCE
     while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UserError(KEY, f"cannot be written to: {error}") from error
+        handle = _open(folder)
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             holder = os.read(handle, 1000).decode(errors="replace") or "another process"
             os.close(handle)
-            rule = "wait for its end, end it, or take another folder"
-            raise UserError(KEY, f"{folder} is being written by {holder}: {rule}") from error
+            if time.monotonic() > deadline:
+                rule = "wait for its end, end it, or take another folder"
+                raise UserError(KEY, f"{folder} is being written by {holder}: {rule}") from error
+            time.sleep(PAUSE)
+            continue
         except OSError as error:  # of a file system that was mounted without locks
             log.warning("%s cannot be locked (%s): nothing keeps another run from writing it", folder, error.strerror)
         if os.fstat(handle).st_nlink:
             _tell_holder(handle)
             return handle
         os.close(handle)  # its last holder removed it after it was opened here: a newer one may be in its place
+
+
+def _open(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(KEY, f"cannot be written to: {error}") from error
 
 
 def _tell_holder(handle: int) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,7 +29,7 @@ def write_until_killed(folder: Path, pipe: Connection) -> None:
         time.sleep(60)  # so does a child, such as those that score or load data
 
 
-def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it goes: a run that was killed leaves no lock, though its children live on."""
     folder, context = tmp_path / "runs" / "one", multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -36,13 +37,14 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     process.start()
     try:
         assert ours.recv() == "writing"
+        monkeypatch.setattr(run_folder, "PATIENCE", 0.0)
         with pytest.raises(UserError) as raised, run_folder.alone_in(folder):
             pass
         message = f"trainer.output_dir: {folder} is being written by process {process.pid} on "
         assert str(raised.value).startswith(message)
         assert " since 20" in str(raised.value)
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
+        monkeypatch.undo()
+        threading.Timer(0.5, process.kill).start()
         with run_folder.alone_in(folder):
             assert f"process {os.getpid()} on " in (folder / run_folder.LOCK).read_text()
     finally:
