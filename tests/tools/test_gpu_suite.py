@@ -14,7 +14,7 @@ import pytest
 from tools import gpu_suite
 from tools.gpu.correctness import read_log
 from tools.gpu.machine import describe_machine, require_gpu
-from tools.gpu.processes import FAREWELL_SECONDS, run_within
+from tools.gpu.processes import run_within
 from tools.gpu.report import Measurement, emit, read
 from tools.gpu_suite import Outcome, Part, table, write
 
@@ -71,7 +71,7 @@ def test_a_program_ends_at_its_limit_with_what_it_started(tmp_path: Path, sessio
     )
     begin = time.monotonic()
     assert run_within([sys.executable, "-c", program], tmp_path / "log", 2.0) is None
-    assert time.monotonic() - begin < 2.0 + FAREWELL_SECONDS
+    assert time.monotonic() - begin < 30.0  # its child would sleep for 60
     assert has_ended(int((tmp_path / "log").read_text()))
 
 
