@@ -10,6 +10,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -24,10 +25,12 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=180)  # a process that starts on
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nobody listens at, below those that Linux gives to connections by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RankFailure(AssertionError):
