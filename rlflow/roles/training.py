@@ -5,7 +5,9 @@ Gradients are summed over data-parallel ranks, never averaged: losses arrive wit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,9 @@ from rlflow.parallel import Grid, active, device
 class Training:
     """DistributedDataParallel around each chunk of a stage, and their DistributedOptimizer (AdamW, fp32 main weights).
 
-    `chunks` are the rank's virtual pipeline stages in their order; without such it is one.
+    `chunks` are the rank's virtual pipeline stages in their order; without such it is one. When it goes, so does the
+    model: DistributedDataParallel's hooks on gradients hold it in a cycle that Python's collector does not see, which
+    is cut then. So nothing that the model holds may hold this.
     """
 
     def __init__(self, chunks: Sequence[Model], grid: Grid, settings: Optimizer, *, overlap: bool) -> None:
@@ -40,9 +44,11 @@ class Training:
                 _call_head_norms(chunk)
         with active(grid):
             self.ddp = [self._replicated(chunk, first=number == 0) for number, chunk in enumerate(chunks)]
+        for chunk in self.ddp:
+            weakref.finalize(self, chunk.grad_accs.clear).atexit = False
             self.optimizer = self._make_optimizer(settings, config.params_dtype)
         _fuse(self.optimizer)
-        config.finalize_model_grads_func = self._finalize
+        config.finalize_model_grads_func = self._finalize = partial(_finalize, grid)
         if self.overlap:
             no_sync = [chunk.no_sync for chunk in self.ddp]
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -98,10 +104,6 @@ class Training:
             pg_collection=self.grid.groups,
         )
 
-    def _finalize(self, models: list[Any], num_tokens: Any = None, **_: Any) -> None:
-        """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
-        finalize_model_grads(models, None, pg_collection=self.grid.groups)
-
     def finish_gradients(self) -> None:
         """What megatron's schedules do when the last micro-batch's gradients are there."""
         self._finalize(self.ddp)
@@ -123,6 +125,11 @@ class Training:
     def reload(self) -> None:
         """Take over model weights that were written from outside."""
         self.optimizer.reload_model_params()
+
+
+def _finalize(grid: Grid, models: list[Any], num_tokens: Any = None, **_: Any) -> None:
+    """Reduce gradients over replicas, sequence-parallel ranks and tied embeddings, without dividing."""
+    finalize_model_grads(models, None, pg_collection=grid.groups)
 
 
 def _name_expert_replicas(chunk: Model) -> None:

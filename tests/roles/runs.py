@@ -85,6 +85,21 @@ def learn_both_ways(folder: Path, case: Case) -> list[tuple[list[dict[str, float
     return found
 
 
+def threads_after_an_engine(folder: Path) -> int:
+    """Train a step, let go of the engine, and count what threads the process has left."""
+    import gc
+
+    from rlflow.algorithms import PolicyObjective
+    from rlflow.config.schema import Optimizer
+
+    engine = make_engine(folder, Case("", 1), Optimizer(lr=1e-3))
+    engine.train_step(random_batch(), PolicyObjective(), temperature=1.0, lr=1e-3)
+    del engine
+    gc.collect()
+    torch.distributed.destroy_process_group()
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def canonical(engine: Any) -> dict[str, Tensor]:
     """The whole model under Hugging Face names, on rank 0."""
     from megatron_bridge.execute import connect

@@ -116,6 +116,12 @@ def test_several_clipped_steps_are_those_of_one_process(
     assert_same_change(found, expected, 1e-3)
 
 
+def test_an_engine_leaves_nothing_behind(world: World, models: list[Path]) -> None:
+    """Its process groups have threads, which go with the last that holds the groups."""
+    first, *later = (world(1, runs.threads_after_an_engine, models[2])[0] for _ in range(3))
+    assert later == [first, first]
+
+
 def test_nan_outside_the_mask_reaches_nothing(world: World, models: list[Path]) -> None:  # cases.md B01
     clean, holed = world(1, runs.with_nan_outside_the_mask, models[2])[0]
     assert holed == clean
