@@ -44,8 +44,6 @@ class Training:
                 _call_head_norms(chunk)
         with active(grid):
             self.ddp = [self._replicated(chunk, first=number == 0) for number, chunk in enumerate(chunks)]
-        for chunk in self.ddp:
-            weakref.finalize(self, chunk.grad_accs.clear).atexit = False
             self.optimizer = self._make_optimizer(settings, config.params_dtype)
         _fuse(self.optimizer)
         config.finalize_model_grads_func = self._finalize = partial(_finalize, grid)
@@ -56,6 +54,7 @@ class Training:
             for weight in (weight for chunk in chunks for weight in chunk.vocabulary_weights()):
                 weight.adds_to_main_grad = True  # type: ignore[attr-defined]
         for chunk in self.ddp:
+            weakref.finalize(self, chunk.grad_accs.clear).atexit = False
             if grid.dp * grid.cp == 1:
                 _leave_out_collectives(chunk.bucket_groups)
             if grid.edp == 1:
