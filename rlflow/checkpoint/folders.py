@@ -99,12 +99,13 @@ def latest(root: Path) -> int | None:
     UserError where there are checkpoints of which none is complete: to start anew would write over what may be mended.
     """
     faults: dict[Path, str] = {}
-    for folder in (folder_of(root, step) for step in reversed(steps(root))):
+    for step in reversed(steps(root)):
+        folder = folder_of(root, step)
         reason = fault(folder)
         if reason is None:
             for broken, why in faults.items():
                 log.warning("checkpoint %s is passed over: %s", broken, why)
-            return int(folder.name.removeprefix("step_"))
+            return step
         faults[folder] = reason
     if faults:
         newest, reason = next(iter(faults.items()))
