@@ -149,8 +149,7 @@ class NewFolder:
     @property
     def free(self) -> int:
         """Bytes free on the disk of the folder."""
-        places = (self.partial.absolute(), *self.partial.absolute().parents)
-        return shutil.disk_usage(next(place for place in places if place.exists())).free
+        return free_bytes(self.partial)
 
     def publish(self) -> None:
         """Give the folder its name; an older one that has it goes only then."""
@@ -188,6 +187,12 @@ class NewFolder:
             if lead:
                 self.discard()
             raise
+
+
+def free_bytes(folder: Path) -> int:
+    """Free on the disk of a folder, which need not exist so far."""
+    places = (folder.absolute(), *folder.absolute().parents)
+    return shutil.disk_usage(next(place for place in places if place.exists())).free
 
 
 def show_bytes(size: int) -> str:

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_bridge.folders import show_bytes
+from megatron_bridge.folders import free_bytes, show_bytes
 from rlflow.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def _tell_holder(handle: int) -> None:
 
 def check_space(folder: Path, needed: int, what: str) -> None:
     """UserError if the disk of a folder has less than `needed` bytes free for `what`."""
-    if needed > (free := _free(folder)):
+    if needed > (free := free_bytes(folder)):
         rule = f"{folder} has {show_bytes(free)} free, {what} needs {show_bytes(needed)}"
         raise UserError(KEY, f"{rule}: make room, or take another folder")
 
@@ -116,9 +115,4 @@ def _lack_of_space(error: BaseException, folder: Path) -> str | None:
         if found is not None:
             pending += [found.__cause__, found.__context__]
     full = os.strerror(errno.ENOSPC)
-    return full if full in str(error) or _free(folder) < FULL_BYTES else None
-
-
-def _free(folder: Path) -> int:
-    """Bytes free on the disk of a folder, which need not exist so far."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    return full if full in str(error) or free_bytes(folder) < FULL_BYTES else None
