@@ -87,9 +87,9 @@ class Forward:
         return scored.tokens, scored
 
     def _pack(self, local: MicroBatch, model: Any, loss: Loss | None) -> PackedInput:
-        # Context-parallel ranks score some of the tokens each, and the loss has all.
-        known = loss is not None and loss.is_per_token and self.grid.cp == 1
-        slopes_of = loss.slopes_of if loss is not None and known else None
+        slopes_of = None
+        if loss is not None and loss.is_per_token and self.grid.cp == 1:  # else each rank scores some of its tokens
+            slopes_of = loss.slopes_of
         scoring = Scoring(local.predict_at, local.targets, self.temperature, self.with_entropy, slopes_of)
         packed = pack_input(local, model.ropes, self.dtype, scoring)
         packed.experts = expert_rows(local, self.routing)
