@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlflow.models import activation, norm, norm_kernel, rope, rope_kernel
+from rlflow.batch import MicroBatch, pack
+from rlflow.models import Scoring, activation, has_transformer_engine, norm, norm_kernel, pack_input, rope, rope_kernel
+from rlflow.models.attention import PackedAttention
 from rlflow.models.products import add_product
+from rlflow.models.transformer_engine import TransformerEngineAttention
+from tools.gpu.batches import random_batch
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
 from tools.gpu.shapes import SHAPES, Shape
@@ -268,48 +273,52 @@ def measure_products(shape: Shape, name: str, rows: int) -> None:
     )  # fmt: skip
 
 
-def measure_attention(shape: Shape, name: str, rows: int, length: int = 1024) -> None:
-    """Causal attention over packed sequences: torch's kernel, and cuDNN's by the same interface below it."""
+def measure_attention(shape: Shape, name: str) -> None:
+    """Of packed sequences by themselves, and of responses behind a prompt that they share, by each of our modules."""
+    for what, batch in (
+        ("alone", random_batch(shape.vocab_size, prompts=16, prompt=1, response=1024)),
+        ("behind prompts", random_batch(shape.vocab_size, prompts=2, prompt=256, n=8, response=1025)),
+    ):
+        (micro_batch,) = pack(batch, [range(len(batch))], share_prompts=True)
+        pairs = sum(
+            (end - start) * (stop - begin + (end - start) / 2) for begin, stop, start, end in micro_batch.segments
+        )
+        flops = 4.0 * pairs * shape.hidden_size
+        for kernels in (PackedAttention, *[TransformerEngineAttention] * has_transformer_engine(torch.bfloat16)):
+            for backward, work in ((False, flops), (True, 3.5 * flops)):
+                spent = graph_seconds(attending(kernels, shape, micro_batch, backward), 1)
+                way = "both ways" if backward else "forward"
+                emit(
+                    "kernels", f"{kernels.__name__} {what} {way}, {name}", work / spent / 1e12, "TFLOP/s",
+                    details={"ms": round(spent * 1e3, 3)},
+                )  # fmt: skip
+
+
+def attending(
+    kernels: type[PackedAttention], shape: Shape, micro_batch: MicroBatch, backward: bool
+) -> Callable[[int], None]:
+    """What attends over a micro-batch with random queries, keys and values."""
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     channels = shape.hidden_size // heads
-    parts = [torch.randn(rows, count, channels, device="cuda").bfloat16() for count in (heads, groups, groups, heads)]
-    bounds = torch.arange(0, rows + 1, length, device="cuda", dtype=torch.int32)
-    flops = 2.0 * rows * length * heads * channels  # half of the scores, times two products
-    for kernel, compute in (("torch", attend_by_torch), ("cuDNN", attend_by_cudnn)):
-        try:
-            for backward, work in ((False, flops), (True, 3.5 * flops)):
-                spent = graph_seconds(partial(compute, parts, bounds, length, backward), 1)
-                way = "both ways" if backward else "forward"
-                emit("kernels", f"attention by {kernel} {way}, {name}", work / spent / 1e12, "TFLOP/s")
-        except Exception:  # cuDNN's is no public function: it may be missing, or refuse these shapes
-            traceback.print_exc()
-
-
-def attend_by_torch(parts: Sequence[Tensor], bounds: Tensor, length: int, backward: bool, _: int) -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
-    from megatron_bridge.compat import allow_grouped_queries
-
-    attention: Any = varlen_attn
-    leaves = [states.detach().requires_grad_(backward) for states in parts[:3]]
-    out = attention(
-        *leaves, bounds, bounds, length, length, window_size=(-1, 0), **allow_grouped_queries(varlen_attn)
-    )  # fmt: skip
-    if backward:
-        torch.autograd.grad(out, leaves, parts[3])
-
-
-def attend_by_cudnn(parts: Sequence[Tensor], bounds: Tensor, length: int, backward: bool, _: int) -> None:
-    query, key, value, grad = parts
-    found = torch.ops.aten._cudnn_attention_forward(
-        query, key, value, None, bounds, bounds, length, length, True, 0.0, True, False
+    module = kernels(SimpleNamespace(
+        num_attention_heads=heads, num_query_groups=groups, kv_channels=channels, tensor_model_parallel_size=1,
+        deterministic_mode=False,
+    ))  # fmt: skip
+    ropes = rope.Ropes(rope.Rope(rope.inverse_frequencies(1e6, channels))).to(torch.device("cuda"))
+    scoring = Scoring(micro_batch.predict_at, micro_batch.targets)
+    packed = pack_input(micro_batch, ropes, torch.bfloat16, scoring)
+    rows = len(micro_batch.token_ids)
+    query, key, value, upstream = (
+        torch.randn(rows, count, channels, device="cuda").bfloat16() for count in (heads, groups, groups, heads)
     )
-    if backward:
-        out, log_sums, seed, offset = found[0], found[1], found[6], found[7]
-        torch.ops.aten._cudnn_attention_backward(
-            grad, query, key, value, out, log_sums, seed, offset, None, bounds, bounds, length, length, 0.0,
-            True,
-        )  # fmt: skip
+    inputs = [states.requires_grad_(backward) for states in (query, key, value)]
+
+    def attend(_: int) -> None:
+        out = module.attend(query, key, value, packed)
+        if backward:
+            torch.autograd.grad(out, inputs, upstream.flatten(1))
+
+    return attend
 
 
 NORM = ("BACKWARD_ELEMENTS", "PROGRAMS_PER_PROCESSOR", "STAGES_BACKWARD")
@@ -353,7 +362,7 @@ def steps(names: Sequence[str], rows: int, *, sweeps: bool) -> Iterator[Callable
             yield partial(measure_error, operation, name)
             yield partial(measure_speed, operation, name, rows, copied)
         yield partial(measure_products, shape, name, rows)
-        yield partial(measure_attention, shape, name, rows)
+        yield partial(measure_attention, shape, name)
     for name in names if sweeps else ():
         for operation in operations(SHAPES[name], rows):
             if operation.name in SWEEPS:
