@@ -106,6 +106,9 @@ class Exchange:
 
         SyncError says in which round an exchange failed: a peer is gone, or did not answer within the group's timeout.
         """
+        if not self.rounds:  # all stays on this rank: the lanes would only hold up its copies
+            meanwhile()
+            return
         self._buckets.allocate()
         self._run += 1
         self._broken = []
@@ -117,10 +120,7 @@ class Exchange:
                 meanwhile()
             else:
                 self._take(k - 1, works[k - 1])
-        if works:
-            self._take(len(works) - 1, works[-1])
-        else:
-            meanwhile()
+        self._take(len(works) - 1, works[-1])
         self._lanes.end()
 
     def _post(self, group: Group, k: int, works: list[dist.Work]) -> dist.Work:
