@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from rlflow.batch.sample import Prompt, Sample
 from rlflow.rollout.timing import Generation
 
@@ -79,6 +81,7 @@ class Lifecycle:
         self._sleep_level = sleep_level
         self._complete = False
         self._asleep: set[str] = set()
+        self._freed = 0  # bytes of the device, by the last sleep
         self.version = 0
 
     @contextlib.contextmanager
@@ -108,14 +111,33 @@ class Lifecycle:
         if not self._sleep_level or self._asleep:
             return
         if self._backend is not None:
+            before = _make_room()
             self._backend.sleep(self._sleep_level)
+            self._freed = _free_bytes() - before
         self._asleep = {"weights", "kv_cache"}
         self._complete = self._complete and self._sleep_level == 1
 
     def wake(self, part: str) -> None:
-        """Give `part` ("weights" or "kv_cache") its memory back; waking twice does nothing."""
+        """Give `part` ("weights" or "kv_cache") its memory back; waking twice does nothing.
+
+        The engine takes it from the device, not from what torch keeps of it for later: that is given back if need be.
+        """
         if part not in self._asleep:
             return
         if self._backend is not None:
+            if _free_bytes() < self._freed:
+                _make_room()
             self._backend.wake_up([part])
         self._asleep.discard(part)
+
+
+def _free_bytes() -> int:
+    """Of the device, as its driver counts them; 0 without one."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def _make_room() -> int:
+    """Give the device back what torch keeps of it for later; returns the bytes that are free then."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return _free_bytes()

@@ -150,6 +150,45 @@ def test_sleep_level_1_keeps_the_weights() -> None:
     lifecycle.require_ready()
 
 
+class Device(FakeEngine):
+    """A GPU of 100 bytes, and an engine on it that takes 20 for weights and 10 for its cache, not by torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.kept, self.held = 0, 30  # by torch for later, by the engine
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - self.kept - self.held, 100))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.give_back)
+
+    def give_back(self) -> None:
+        self.calls.append("give back")
+        self.kept = 0
+
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        self.held = 0
+
+    def wake_up(self, tags: list[str]) -> None:
+        super().wake_up(tags)
+        self.held += {"weights": 20, "kv_cache": 10}[tags[0]]
+        if self.kept + self.held > 100:
+            raise RuntimeError("CUDA Error: out of memory")
+
+
+@pytest.mark.parametrize(("kept", "given_back"), [(70, []), (75, ["give back"]), (85, ["give back"])])
+def test_an_engine_finds_the_memory_that_torch_keeps_for_later(
+    monkeypatch: pytest.MonkeyPatch, kept: int, given_back: list[str]
+) -> None:
+    """After an update torch keeps its activations' memory, which the engine cannot have before it is given back."""
+    engine = Device(monkeypatch)
+    engine.kept = 25
+    lifecycle = ready(engine)
+    lifecycle.sleep()
+    engine.kept = kept
+    lifecycle.wake("weights")
+    assert engine.calls[2:] == ["give back", "sleep 2", *given_back, "wake weights"]
+
+
 def test_sleeping_is_nothing_on_a_cpu() -> None:
     engine = FakeEngine()
     lifecycle = ready(engine, sleep_level=0)
