@@ -51,6 +51,19 @@ def test_runs_compute_every_sample(tmp_path: Path, sections: dict[str, dict[str,
     assert config.trainer.output_dir == str(tmp_path / "run")
 
 
+@pytest.mark.parametrize("algorithm", works.ALGORITHMS)
+def test_a_shape_without_room_has_a_smaller_critic_and_part_of_adamw_on_the_host(
+    tmp_path: Path, algorithm: str
+) -> None:
+    model = save(tmp_path / "7b", Shape(2, 64, 2, 1, 128, tie_word_embeddings=True, vocab_size=2048))
+    sections = works.of_shape(algorithm, "7b", tmp_path)
+    if algorithm == "ppo":
+        save(Path(sections["critic"]["path"]), Shape(1, 32, 2, 1, 64, tie_word_embeddings=True, vocab_size=2048))
+    config = load(write_config(tmp_path, model, ["a", "b"], sections), [], world_size=1)
+    assert (config.optimizer.cpu_offload, config.actor.recompute) == (0.6, "selective")
+    assert config.critic.path == (str(tmp_path / "0.5b") if algorithm == "ppo" else None)
+
+
 def test_a_run_that_fails_shows_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path, tmp_path / "no model", ["a"], {"trainer": {"steps": 1}})
     assert not train(config, until=deadline(60))

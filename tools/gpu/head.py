@@ -30,7 +30,7 @@ from rlflow.models.softmax import Slopes
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import GIB, emit
 from tools.gpu.shapes import VOCAB
-from tools.gpu.timing import seconds_of
+from tools.gpu.timing import copy_rate, seconds_each, seconds_of
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 CHUNKS = (1024, 2048, 2816)  # the last: six for 16,384 tokens, with .8 GiB of logits each
@@ -227,23 +227,6 @@ def _product_in_parts(left: Tensor, right: Tensor, parts: int) -> Tensor:
     return torch.bmm(lefts, rights, out_dtype=torch.float32).sum(0).to(left.dtype)
 
 
-def seconds_each(call: Callable[[], object], calls: int = 4) -> float:
-    """Of one of several calls in a row, between which the host does not wait."""
-
-    def several() -> None:
-        for _ in range(calls):
-            call()
-
-    return seconds_of(several, warm_up=1, repeats=3) / calls
-
-
-def copy_rate() -> float:
-    """Terabytes a second that a plain copy reads and writes."""
-    source = torch.randn(GIB, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds_each(partial(target.copy_, source)) / 1e12
-
-
 class Kernels:
     """The kernels of `softmax` on random logits of their own, and how fast these pass."""
 
@@ -272,7 +255,7 @@ class Kernels:
 
 def kernels(rows: int, attempts: Attempts) -> None:
     """Both kernels against a plain copy."""
-    bound, ours = copy_rate(), Kernels(rows)
+    bound, ours = copy_rate() / 1e12, Kernels(rows)
     for what, kernel in (("kernel that reads logits", ours.read), ("kernel that turns logits", ours.turn)):
         for with_entropy in (False, True):
             with attempts(what):

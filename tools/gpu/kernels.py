@@ -34,7 +34,8 @@ from rlflow.models.transformer_engine import TransformerEngineAttention
 from tools.gpu.batches import random_batch
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import emit
-from tools.gpu.shapes import SHAPES, Shape
+from tools.gpu.shapes import SHAPES, TIMED, Shape
+from tools.gpu.timing import copy_rate
 
 EPS = 1e-6
 COLD_BYTES = 512 << 20  # of all sets of inputs together, several times what an H200's cache holds
@@ -176,13 +177,6 @@ def graph_seconds(call: Callable[[int], object], sets: int, repeats: int = 7) ->
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / sets)
     return statistics.median(times)
-
-
-def copy_speed() -> float:
-    """Bytes a second, read and written, of copies within the GPU."""
-    source = [torch.randn(COLD_BYTES // 4, device="cuda") for _ in range(2)]
-    target = torch.empty_like(source[0])
-    return 2 * COLD_BYTES / graph_seconds(lambda number: target.copy_(source[number]), len(source))
 
 
 class Timed:
@@ -355,7 +349,7 @@ def sweep(operation: Operation, name: str, rows: int) -> None:
 
 
 def steps(names: Sequence[str], rows: int, *, sweeps: bool) -> Iterator[Callable[[], None]]:
-    copied = copy_speed()
+    copied = copy_rate()
     for name in names:
         shape = SHAPES[name]
         for operation in operations(shape, rows):
@@ -371,7 +365,7 @@ def steps(names: Sequence[str], rows: int, *, sweeps: bool) -> Iterator[Callable
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=TIMED)
     parser.add_argument("--rows", type=int, default=16_384)
     parser.add_argument("--sweep", action="store_true", help="time other block sizes too")
     arguments = parser.parse_args()

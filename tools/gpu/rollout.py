@@ -1,6 +1,6 @@
 """Sampling on one GPU: rlflow's rollout beside vLLM alone, on the same prompts with the same settings.
 
-    python -m tools.gpu.rollout [--shapes 0.5b 1.5b] [--limit-s 400]
+    python -m tools.gpu.rollout [--shapes 0.5b 1.5b] [--variants ours plain] [--limit-s 400]
 
 1,024 sequences of 256 + 1,024 tokens and 256 of 64 + 256, eight to a prompt, temperature 1, log-probs of the sampled
 tokens. Each variant starts in a process of its own, all of a shape's at the same time, and they sample one after
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,11 @@ class Variant:
 class Bench:
     """All variants of a shape, one after another."""
 
-    def __init__(self, name: str, folder: Path, until: float) -> None:
+    def __init__(self, name: str, folder: Path, variants: Sequence[str], until: float) -> None:
         self.name, self._until = name, until
         self.failures: list[str] = []
         self.speeds: dict[tuple[str, Work], float] = {}
-        self._variants = [Variant(variant, folder) for variant in VARIANTS[name]]
+        self._variants = [Variant(variant, folder) for variant in variants]
 
     def run(self) -> None:
         """Start all, then time each."""
@@ -168,6 +169,7 @@ def memory_seconds(shape: Shape, work: Work) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS["0.5b"], help="default: all that a shape has")
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--limit-s", type=float, default=400.0)
     arguments = parser.parse_args()
@@ -175,7 +177,7 @@ def main() -> int:
     until = time.monotonic() + arguments.limit_s
     failures = []
     for name in arguments.shapes:
-        bench = Bench(name, save(arguments.models / name, name), until)
+        bench = Bench(name, save(arguments.models / name, name), arguments.variants or VARIANTS[name], until)
         bench.run()
         bench.compare()
         failures += bench.failures

@@ -37,7 +37,7 @@ CHARACTER = "7"
 """Whose share of a response is its reward: what random models sample differs in it."""
 MODELS = Path(tempfile.gettempdir()) / "rlflow-shapes"
 """Where models are kept for the parts that come after."""
-LARGEST_KL = 2e-3
+LARGEST_KL = 4e-3
 """Of the log-probs of vLLM and trainer in bfloat16; a wrong weight gives more."""
 LAST_LINES, LAST_SECONDS = 40, 15.0
 

@@ -85,7 +85,10 @@ SHAPES = {
     "0.5b": Shape(24, 896, 14, 2, 4864, tie_word_embeddings=True),  # Qwen2.5-0.5B
     "1.5b": Shape(28, 1536, 12, 2, 8960, tie_word_embeddings=True),  # Qwen2.5-1.5B
     "7b8": Shape(8, 3584, 28, 4, 18_944, tie_word_embeddings=False),  # the first eight layers of Qwen2.5-7B
+    "7b": Shape(28, 3584, 28, 4, 18_944, tie_word_embeddings=False),  # Qwen2.5-7B
 }
+TIMED = ("0.5b", "1.5b", "7b8")
+"""Shapes with layers of all sizes that fit on one GPU with gradients and AdamW's state."""
 
 
 def save(folder: str | Path, shape: str | Shape, *, layers: int | None = None) -> Path:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,6 +21,23 @@ def seconds_of(call: Callable[[], object], *, warm_up: int = 2, repeats: int = 5
         if repeat >= warm_up:
             times.append(end - begin)
     return statistics.median(times)
+
+
+def seconds_each(call: Callable[[], object], calls: int = 4) -> float:
+    """Of one of several calls in a row, between which the host does not wait."""
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    return seconds_of(several, warm_up=1, repeats=3) / calls
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a plain copy of 4 GiB within the GPU; a graph would copy slower."""
+    source = torch.randn(1 << 30, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_each(partial(target.copy_, source))
 
 
 def now() -> float:

@@ -29,7 +29,7 @@ from tools.gpu.alone import Attempts
 from tools.gpu.machine import require_gpu
 from tools.gpu.report import GIB, emit
 from tools.gpu.runs import MODELS
-from tools.gpu.shapes import PEAK_FLOPS, SHAPES, Shape, save
+from tools.gpu.shapes import PEAK_FLOPS, SHAPES, TIMED, Shape, save
 from tools.gpu.steps import LEARNING_RATE, STEPS, Work, loss_of, most_memory, speed_of, without_optimizer
 from tools.gpu.timing import GpuWork, gpu_work, seconds_of
 
@@ -159,7 +159,7 @@ def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=TIMED)
     parser.add_argument("--attention", nargs="+", choices=TARGETS, help="default: te where it is installed, and torch")
     parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--logprob-chunk-tokens", nargs="+", type=int, default=[Work().rows])

@@ -1,12 +1,12 @@
 """That `rlflow train` does on one GPU what it promises: short runs of a shallow model, nothing about their speed.
 
-    python -m tools.gpu.works [--folder FOLDER] [--shapes 0.5b 1.5b 7b8] [section.key=value …]
+    python -m tools.gpu.works [--folder FOLDER] [--shapes 0.5b 7b [--algorithms grpo ppo]] [section.key=value …]
 
 GRPO and PPO with vLLM asleep at level 2 and everything else off the GPU meanwhile, the bridge proven and its sums
 checked, deterministic kernels: two steps, a checkpoint and a third step after it; the same three steps without a break,
 which must be equal to the last bit; PPO with critic and reference. Two runs at a time take about 100 s. Where memory
-serves as FOLDER, the checkpoints do not wait for a disk. With `--shapes` only PPO, of real models with all roles on the
-GPU at once, each alone in about a minute.
+serves as FOLDER, the checkpoints do not wait for a disk. With `--shapes` real models take two steps of each algorithm,
+each run alone, with all roles on the GPU at once; of 7b the host has a part of AdamW, as `ROOM` says.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ SHAPE = replace(SHAPES["0.5b"], num_hidden_layers=4, vocab_size=16_384)
 LEARNT = ("train/", "actor/", "mismatch/")
 """Metrics that follow from the seed alone, unlike times and memory."""
 PROMPTS, PROMPT, STEPS = 16, 64, 3
+ROOM: dict[str, Sections] = {"7b": {"actor": {"recompute": "selective"}, "optimizer": {"cpu_offload": 0.6}}}
+"""How a shape finds room on one GPU, where it would not by itself."""
+CRITICS = {"7b": "0.5b"}
+"""The critic's shape, where there is no room for two of the actor's."""
 
 
 def grpo(on_gpu: bool = True) -> Sections:
@@ -72,6 +76,9 @@ def ppo(on_gpu: bool = True) -> Sections:
     return merged(grpo(on_gpu), changes)
 
 
+ALGORITHMS = {"grpo": grpo, "ppo": ppo}
+
+
 def differences(one: Sequence[Record], other: Sequence[Record]) -> list[str]:
     """What was learnt otherwise in two runs: "step 2 actor/loss 0.1 0.2"; steps of one alone count too."""
     found = []
@@ -91,13 +98,26 @@ def digest(config: Path) -> str:
     return total.hexdigest()
 
 
-def train_shape(name: str, model: Path, folder: Path, overrides: Sequence[str], until: float) -> bool:
-    """PPO of a real model, which needs no second run and no proof that a shallow one has not had."""
-    sections = merged(ppo(), {"actor": {"offload": False}, "bridge": {"startup_proof": False, "checksum": False}})
-    texts = prompts(PROMPTS * 2, PROMPT)
-    config = write_config(folder / name, save(model, name), texts, sections)
+def of_shape(algorithm: str, name: str, models: Path) -> Sections:
+    """The configuration of a real model's run, which needs no proof that a shallow one has not had."""
+    changes: Sections = {
+        "actor": {"offload": False},
+        "bridge": {"startup_proof": False, "checksum": False},
+        "trainer": {"steps": 2, "export": False, "deterministic": False},
+    }
+    if algorithm == "ppo" and name in CRITICS:
+        changes["critic"] = {"path": str(models / CRITICS[name])}
+    return merged(merged(ALGORITHMS[algorithm](), changes), ROOM.get(name, {}))
+
+
+def train_shape(algorithm: str, name: str, models: Path, folder: Path, overrides: Sequence[str], until: float) -> bool:
+    """Two steps of a real model, and of a critic."""
+    for shape in {name, CRITICS.get(name, name)}:
+        save(models / shape, shape)
+    texts, sections = prompts(PROMPTS * 2, PROMPT), of_shape(algorithm, name, models)
+    config = write_config(folder / f"{algorithm} {name}", models / name, texts, sections)
     good = train(config, overrides, until=until)
-    return tell("works", f"PPO {name}: steps", config, 2) and good
+    return tell("works", f"{algorithm.upper()} {name}: steps", config, 2) and good
 
 
 class Jobs:
@@ -146,13 +166,18 @@ def main() -> int:
     parser = parser_of_runs(__doc__, 240.0)
     parser.add_argument("--models", type=Path, default=MODELS, help="of real shapes")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=(), help="real models in place of shallow ones")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="of real models")
     arguments = parser.parse_intermixed_args()
     require_gpu()
     with folder_of_runs(arguments.folder) as folder:
         how = folder, arguments.overrides, deadline(arguments.limit_s)
         if not arguments.shapes:
             return int(not succeeds(lambda: Jobs(*how, on_gpu=True).run()))
-        ended = [succeeds(partial(train_shape, name, arguments.models / name, *how)) for name in arguments.shapes]
+        ended = [
+            succeeds(partial(train_shape, algorithm, name, arguments.models, *how))
+            for name in arguments.shapes
+            for algorithm in arguments.algorithms
+        ]
         return int(not all(ended))
 
 
