@@ -80,10 +80,11 @@ class HostLesson:
     metrics: list[dict[str, float]]
     allocated: int  # bytes of the GPU after the steps
     seconds: float  # of a step
-    resumed: list[dict[str, float]]  # the next step: of the run itself, and of one that read its checkpoint
+    resumed: list[dict[str, float]]  # the next step, of the run itself and of one that read its checkpoint; or none
 
 
-def learn_on_host(folder: Path, share: float, root: Path) -> HostLesson:
+def learn_on_host(folder: Path, share: float, root: Path | None) -> HostLesson:
+    """Three steps, and where there is a folder for a checkpoint a fourth, which is also made from it."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     settings = Optimizer(lr=1e-4, cpu_offload=share)
@@ -91,9 +92,11 @@ def learn_on_host(folder: Path, share: float, root: Path) -> HostLesson:
     metrics = [step(engine) for _ in range(2)]
     seconds = timed(lambda: metrics.append(step(engine)))
     allocated = torch.cuda.memory_allocated() - before
-    checkpoints = Checkpoints(root / f"share {share}", keep=1)
-    saved = checkpoints.save({"actor": engine}, State(step=3, updates={"actor": 3}))
-    other = make_engine(folder, torch.bfloat16, optimizer=settings)
-    checkpoints.load({"actor": other}, saved)
-    resumed = [[step(each) for _ in range(2)][-1] for each in (engine, other)]  # the second sees the first's counts
+    resumed = []
+    if root is not None:
+        checkpoints = Checkpoints(root, keep=1)
+        saved = checkpoints.save({"actor": engine}, State(step=3, updates={"actor": 3}))
+        other = make_engine(folder, torch.bfloat16, optimizer=settings)
+        checkpoints.load({"actor": other}, saved)
+        resumed = [[step(each) for _ in range(2)][-1] for each in (engine, other)]  # the second sees the first's counts
     return HostLesson(metrics, allocated, seconds, resumed)

@@ -26,16 +26,17 @@ def test_what_leaves_comes_back_and_its_memory_is_free_meanwhile(fresh_gpus: Wor
 
 
 def test_the_host_does_its_share_of_adamw(fresh_gpus: World, shallow_qwen: Path, tmp_path: Path) -> None:
+    roots = {0.0: None, 0.5: tmp_path, 1.0: None}  # a checkpoint has 2.8 GB: one is enough
     lessons = {
-        share: fresh_gpus(1, memory_ranks.learn_on_host, shallow_qwen, share, tmp_path)[0] for share in (0.0, 0.5, 1.0)
+        share: fresh_gpus(1, memory_ranks.learn_on_host, shallow_qwen, share, root)[0] for share, root in roots.items()
     }
     for share, lesson in lessons.items():
         print(share, lesson)
         for mine, theirs in zip(lesson.metrics, lessons[0.0].metrics, strict=True):
             assert mine["engine/grad_norm"] == pytest.approx(theirs["engine/grad_norm"], rel=0.02)
-        unbroken, resumed = lesson.resumed
-        assert resumed["engine/grad_norm"] == pytest.approx(unbroken["engine/grad_norm"], rel=0.02)
-        assert resumed["loss"] == pytest.approx(unbroken["loss"], abs=1e-3)
+    unbroken, resumed = lessons[0.5].resumed
+    assert resumed["engine/grad_norm"] == pytest.approx(unbroken["engine/grad_norm"], rel=0.02)
+    assert resumed["loss"] == pytest.approx(unbroken["loss"], abs=1e-3)
     assert lessons[1.0].allocated < lessons[0.5].allocated < lessons[0.0].allocated
 
 
