@@ -97,7 +97,11 @@ def _memory_used() -> str:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used, peak = total - free, torch.cuda.max_memory_allocated()
-        return f"torch's peak in it {peak / GIB:.2f} GiB, the GPU's use {used / GIB:.2f} of {total / GIB:.2f} GiB"
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # which vLLM's pool cannot take
+        return (
+            f"torch's peak in it {peak / GIB:.2f} GiB, {unused / GIB:.2f} GiB kept by torch without use; "
+            f"the GPU's use {used / GIB:.2f} of {total / GIB:.2f} GiB"
+        )
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -66,6 +66,18 @@ def test_lack_of_memory_names_rank_phase_peak_and_keys(
     assert "memory" not in failure._describe(ValueError("disk full"), phase)
 
 
+def test_lack_of_a_gpus_memory_tells_what_torch_keeps_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = {"max_memory_allocated": 114.5, "memory_reserved": 140.25, "memory_allocated": 101.0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 140 * 2**30))
+    for name, amount in gib.items():
+        monkeypatch.setattr(torch.cuda, name, lambda amount=amount: int(amount * 2**30))
+    text = failure._describe(torch.OutOfMemoryError("CUDA out of memory"), "sync/weights")
+    assert (
+        "(torch's peak in it 114.50 GiB, 39.25 GiB kept by torch without use; the GPU's use 139.75 of 140.00 GiB)"
+    ) in text
+
+
 def test_a_lost_peer_is_no_failure_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711\nmore")
