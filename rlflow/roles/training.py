@@ -29,8 +29,8 @@ class Training:
     """DistributedDataParallel around each chunk of a stage, and their DistributedOptimizer (AdamW, fp32 main weights).
 
     `chunks` are the rank's virtual pipeline stages in their order; without such it is one. When it goes, so does the
-    model: DistributedDataParallel's hooks on gradients hold it in a cycle that Python's collector does not see, which
-    is cut then. So nothing that the model holds may hold this.
+    model: DistributedDataParallel's hooks on gradients hold it in cycles that Python's collector does not see, so that
+    it is emptied then. So nothing that the model holds may hold this.
     """
 
     def __init__(self, chunks: Sequence[Model], grid: Grid, settings: Optimizer, *, overlap: bool) -> None:
@@ -54,7 +54,7 @@ class Training:
             for weight in (weight for chunk in chunks for weight in chunk.vocabulary_weights()):
                 weight.adds_to_main_grad = True  # type: ignore[attr-defined]
         for chunk in self.ddp:
-            weakref.finalize(self, chunk.grad_accs.clear).atexit = False
+            weakref.finalize(self, vars(chunk).clear).atexit = False
             if grid.dp * grid.cp == 1:
                 _leave_out_collectives(chunk.bucket_groups)
             if grid.edp == 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlflow.batch import Batch
 from rlflow.batch.routing import ROUTING
 from tests.roles.expert_runs import replayed, routed_batch, step, steps
-from tests.roles.runs import Case
+from tests.roles.runs import Case, threads_after_an_engine
 from tests.roles.samples import random_batch, reference_scores
 from tests.workers import World
 
@@ -55,6 +55,12 @@ def gates(folder: Path, batch: Batch) -> tuple[Any, list[Tensor]]:
 @pytest.fixture(scope="module")
 def folder(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3_moe", False)
+
+
+def test_an_engine_with_experts_leaves_nothing_behind(world: World, folder: Path) -> None:
+    """Its token dispatchers keep tensors with gradients, by which these hold the model."""
+    first, *later = (world(1, threads_after_an_engine, folder)[0] for _ in range(3))
+    assert later == [first, first]
 
 
 def test_the_loss_is_the_papers_over_all_rows_of_the_step(world: World, folder: Path) -> None:
