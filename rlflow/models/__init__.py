@@ -1,5 +1,6 @@
 """Models: the architecture record as megatron-core modules, packed attention, positions, log-probs."""
 
+import rlflow.parallel  # noqa: F401  # before anything imports megatron-core
 from rlflow.models.config import transformer_config
 from rlflow.models.layers import layer_spec
 from rlflow.models.log_probs import VocabShard, token_log_probs
