@@ -1,6 +1,7 @@
 """Fixtures that all tests share: gloo processes and tiny models, each made once a session."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ from tests.workers import World
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws without a seed of its own is the same in every run, whichever tests have drawn before."""
+    if "torch" in sys.modules:  # else its generator is as new
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")
