@@ -159,7 +159,7 @@ def bench(name: str, folder: Path, variants: list[Variant], attempts: Attempts) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=TIMED)
+    parser.add_argument("--shapes", nargs="+", choices=TIMED, default=TIMED)
     parser.add_argument("--attention", nargs="+", choices=TARGETS, help="default: te where it is installed, and torch")
     parser.add_argument("--cuda-graphs", nargs="+", choices=("on", "off"), default=("on", "off"))
     parser.add_argument("--logprob-chunk-tokens", nargs="+", type=int, default=[Work().rows])
