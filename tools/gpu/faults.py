@@ -222,7 +222,7 @@ def go_on(fault: Fault, config: Path, overrides: Sequence[str], until: float) ->
     good = train(config, [*overrides, *fault.overrides()], until=until, processes=RANKS)
     kept = steps_of(config)[:SAVED] == before[:SAVED]  # with their times, which no two steps share
     what = f"{fault.name}: steps, resumed as {fault.resumed}"
-    told = {"made before": len(before), "resumed behind": SAVED if kept else "nothing"}
+    told: dict[str, Any] = {"made before": len(before), "resumed behind": SAVED if kept else "nothing"}
     return tell("faults", what, config, STEPS, **told) and good and kept
 
 
