@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_bridge.score import with_score_head
 from rlflow.config.check import check
+from rlflow.config.load import interpret
 from rlflow.errors import UserError
 from rlflow.inspect.calibration import GIB, Calibration, load_calibration
 from rlflow.inspect.memory import predict
-from tools.gpu import memory
+from tools.gpu import memory, works
 from tools.gpu.calibrate import Measured, architecture, fit
 from tools.gpu.memory import CASES, WHOLE_RUNS, finished_run, given_runs, write
+from tools.gpu.runs import merged
 from tools.gpu.shapes import SHAPES
 
 TRUE = Calibration(
@@ -42,6 +45,22 @@ def test_coefficients_are_found_from_the_peaks_that_they_make() -> None:
     assert max(one.largest_error(found) for one in measured) < 0.003
     assert found.kept == pytest.approx(TRUE.kept, rel=0.03)
     assert found.rollout == pytest.approx(TRUE.rollout, abs=0.1)
+
+
+def test_a_run_that_nothing_was_fitted_to_is_predicted() -> None:
+    """PPO of 7b, with AdamW partly on the host and a smaller critic: GiB on an H200 as docs/results.md has them."""
+    measured = {
+        "generate": 120.78, "predict/reference": 106.28, "predict/critic": 105.74, "predict/actor": 106.28,
+        "update/critic": 107.99, "update/actor": 116.84, "sync": 120.54,
+    }  # fmt: skip
+    base = {"model": {"path": "7b", "dtype": "bfloat16"}, "rollout": {"ignore_eos": True}}
+    config, faults = interpret(merged(base, works.of_shape("ppo", "7b", Path("models"))))
+    assert not faults
+    policy = architecture("7b")
+    models = {"actor": policy, "reference": policy, "critic": with_score_head(architecture(works.CRITICS["7b"]))}
+    calibration = load_calibration()
+    found = {phase: peak.total(calibration) / GIB for phase, peak in predict(config, models, 1, calibration).items()}
+    assert found == {phase: pytest.approx(gib, rel=0.015) for phase, gib in measured.items()}
 
 
 def test_whole_runs_are_good_configurations() -> None:
